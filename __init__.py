@@ -1,0 +1,59 @@
+"""tunery: fine-tuning methods as plugins for transformers' Trainer. The public names load when first used (PEP 562)."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Trainer": "tunery.core.trainer",
+    "PluginTrainerMixin": "tunery.core.trainer",
+    "TrainingArguments": "tunery.core.arguments",
+    "Strategy": "tunery.registry.contracts",
+    "Regularizer": "tunery.registry.contracts",
+    "Probe": "tunery.registry.contracts",
+    "Anatomy": "tunery.registry.context",
+    "AnatomySpec": "tunery.registry.context",
+    "Batch": "tunery.registry.context",
+    "Measurement": "tunery.registry.context",
+    "RunContext": "tunery.registry.context",
+    "Subject": "tunery.registry.context",
+    "Support": "tunery.registry.context",
+    "Task": "tunery.registry.context",
+    "TaskKind": "tunery.registry.context",
+    "TuneryError": "tunery.registry.errors",
+    "hookimpl": "tunery.registry.hookspecs",
+}
+
+if TYPE_CHECKING:
+    from .core.arguments import TrainingArguments as TrainingArguments
+    from .core.trainer import PluginTrainerMixin as PluginTrainerMixin
+    from .core.trainer import Trainer as Trainer
+    from .registry.context import Anatomy as Anatomy
+    from .registry.context import AnatomySpec as AnatomySpec
+    from .registry.context import Batch as Batch
+    from .registry.context import Measurement as Measurement
+    from .registry.context import RunContext as RunContext
+    from .registry.context import Subject as Subject
+    from .registry.context import Support as Support
+    from .registry.context import Task as Task
+    from .registry.context import TaskKind as TaskKind
+    from .registry.contracts import Probe as Probe
+    from .registry.contracts import Regularizer as Regularizer
+    from .registry.contracts import Strategy as Strategy
+    from .registry.errors import TuneryError as TuneryError
+    from .registry.hookspecs import hookimpl as hookimpl
+
+__all__ = sorted(_HOMES)  # noqa: PLE0605  # a list, made once
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tunery' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

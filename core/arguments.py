@@ -1,0 +1,99 @@
+"""``TrainingArguments``: the transformers ones, plus the plugins of a run and bundled DeepSpeed presets."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from ..registry.errors import RecipeError, did_you_mean
+from ..registry.selection import parse_selections
+
+PRESETS = {f"zero{stage}": Path(__file__).parent / "deepspeed" / f"zero{stage}.json" for stage in (1, 2, 3)}
+PROBE_MOMENTS = ("begin", "evaluate", "end")
+
+
+@dataclass
+class PluginArguments:
+    """The fields tunery adds; mix it into any arguments class: ``class MyConfig(PluginArguments, trl.SFTConfig)``.
+
+    Args:
+        strategy: what trains: ``"lora:r=8"`` or ``{"name": "lora", "r": 8}``; ``None`` leaves the model as it is.
+        regularizers: what the loss adds: a list of names or of mappings, applied in this order.
+        probes: what is measured about the weights: a list of names or of mappings.
+        probe_moments: when probes measure: ``begin``, ``evaluate`` (after every evaluation), ``end``.
+
+    ``deepspeed`` may also be ``"zero1"``, ``"zero2"`` or ``"zero3"``, the bundled presets.
+
+    Raises:
+        SelectionError: a selection that cannot be read.
+        RecipeError: an unknown probe moment or DeepSpeed preset.
+    """
+
+    strategy: str | None = field(default=None, metadata={"help": "What trains, for example lora:r=8."})
+    regularizers: list[str] | None = field(
+        default=None, metadata={"help": "What the loss adds, for example l2_sp:alpha=0.1; several may follow."}
+    )
+    probes: list[str] | None = field(
+        default=None, metadata={"help": "What is measured about the weights, for example weight_distance."}
+    )
+    probe_moments: list[str] = field(
+        default_factory=lambda: list(PROBE_MOMENTS), metadata={"help": "When probes measure: begin, evaluate, end."}
+    )
+
+    def __post_init__(self) -> None:
+        strategies = parse_selections(self.strategy, "strategy")
+        if len(strategies) > 1:
+            raise RecipeError(f"a run has one strategy, not {len(strategies)}", known=[s.name for s in strategies])
+        parse_selections(self.regularizers, "regularizer")
+        parse_selections(self.probes, "probe")
+        for moment in self.probe_moments:
+            if moment not in PROBE_MOMENTS:
+                raise RecipeError(f"no probe moment {moment!r}", known=PROBE_MOMENTS)
+        arguments: Any = self  # the transformers.TrainingArguments this class is mixed into
+        arguments.deepspeed = resolve_deepspeed(arguments.deepspeed)
+        if arguments.deepspeed:
+            _start_deepspeed(use_cpu=arguments.use_cpu)
+        super().__post_init__()  # type: ignore[misc]
+        # Re-entrant checkpointing breaks losses of two forward passes and shared weights.
+        if arguments.activation_checkpointing:
+            kwargs = dict(arguments.activation_checkpointing_kwargs or {})
+            arguments.activation_checkpointing_kwargs = {"use_reentrant": False, **kwargs}
+
+
+@dataclass
+class TrainingArguments(PluginArguments, transformers.TrainingArguments):
+    """Everything ``transformers.TrainingArguments`` takes, and the fields of :class:`PluginArguments`."""
+
+
+def resolve_deepspeed(value: Any) -> Any:
+    """Return the path of a bundled preset for ``zero1``, ``zero2``, ``zero3``; anything else as it is.
+
+    Raises:
+        RecipeError: neither a preset nor an existing file.
+    """
+    if not isinstance(value, str) or value.lstrip().startswith("{"):
+        return value
+    if value in PRESETS:
+        return str(PRESETS[value])
+    if not Path(value).is_file():
+        raise RecipeError(
+            f"no DeepSpeed preset or file {value!r}", known=list(PRESETS), remedy=did_you_mean(value, PRESETS)
+        )
+    return value
+
+
+def _start_deepspeed(use_cpu: bool) -> None:
+    """Choose accelerator and back-end before DeepSpeed looks for itself; alone, be a world of one without a launcher."""
+    if "RANK" not in os.environ:
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    if use_cpu or not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        if not torch.distributed.is_initialized():
+            import deepspeed
+
+            deepspeed.init_distributed("gloo", verbose=False)

@@ -1,0 +1,286 @@
+"""What a run leaves and how it is loaded back: the manifest ``tunery.json``, safetensors weights, export.
+
+A folder with weights is either what transformers writes (``config.json`` + ``model.safetensors``) or what PEFT writes
+(``adapter_config.json`` + ``adapter_model.safetensors``); the manifest beside it says which plugins made it, on which
+base model, and what each weight file must hash to. Folders are written under a temporary name and renamed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from ..registry.context import RunContext, Task, TaskKind
+from ..registry.errors import ArtifactError, TuneryError, UnknownPluginError
+from ..registry.selection import Selection
+
+MANIFEST = "tunery.json"
+FORMAT = 1
+_RECORDED = ("tunery", "torch", "transformers", "peft", "accelerate", "deepspeed", "safetensors")
+_SAMPLES = 64
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write JSON under a temporary name and rename it: readers see the old file or the new one, never half of it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2, sort_keys=True)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+@contextmanager
+def folder_in_place(target: Path) -> Iterator[Path]:
+    """Yield a temporary folder beside ``target`` that takes its place when the block ends well, and vanishes otherwise.
+
+    Raises:
+        ArtifactError: ``target`` exists and holds something.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ArtifactError(f"{target} exists already", remedy="choose another --output_dir or remove it")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        yield temporary
+        if target.exists():
+            target.rmdir()
+        temporary.replace(target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def fingerprint(model: nn.Module, run: RunContext) -> str:
+    """Return a hash that tells base models apart: names, shapes and a sample of the pre-trained values.
+
+    The values are rounded to bfloat16 first, so that one model loaded in two precisions has one fingerprint; a fresh
+    head does not count.
+    """
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        if not run.is_pretrained(name):
+            continue
+        with run.sharding.gathered([parameter]):
+            flat = parameter.detach().reshape(-1)
+            digest.update(f"{name}{tuple(parameter.shape)}".encode())
+            stride = max(1, flat.numel() // _SAMPLES)
+            sample = flat[::stride][:_SAMPLES].to(torch.bfloat16).float().cpu()
+            digest.update(sample.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def versions() -> dict[str, str]:
+    """Return the installed versions that a result depends on."""
+    found = {"python": platform.python_version()}
+    for name in _RECORDED:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def git_state() -> dict[str, Any] | None:
+    """Return commit and cleanliness of the working directory's repository, ``None`` outside one."""
+    try:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True)
+        status = subprocess.run(["git", "status", "--porcelain"], capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return {"commit": commit.stdout.strip(), "clean": not status.stdout.strip()}
+
+
+def describe_base(model: nn.Module, run: RunContext, reference: str | None) -> dict[str, Any]:
+    """Return what a manifest records of the base model, before a strategy touches it.
+
+    Args:
+        model: the base model.
+        run: the run.
+        reference: the name, path or ``package:`` reference it was loaded from; default: what its config remembers.
+    """
+    config = getattr(model, "config", None)
+    return {
+        "name_or_path": reference or getattr(config, "_name_or_path", "") or "",
+        "class": type(model).__name__,
+        "fingerprint": fingerprint(model, run),
+    }
+
+
+def manifest(run: RunContext, base: Mapping[str, Any], plugins: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the manifest of a run, without its files."""
+    return {
+        "format": FORMAT,
+        "plugins": list(plugins),
+        "base_model": dict(base),
+        "tasks": [
+            {"name": t.name, "kind": t.kind.value, "label_names": list(t.label_names), "metrics": list(t.metrics)}
+            for t in run.tasks
+        ],
+        "seed": run.seed,
+        "versions": versions(),
+        "git": git_state(),
+    }
+
+
+def seal(folder: Path, content: Mapping[str, Any]) -> None:
+    """Write the manifest of a folder, last: with it the folder is whole. Every weight file is recorded with its hash."""
+    files = {
+        path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(folder.glob("*.safetensors"))
+    }
+    write_json(folder / MANIFEST, {**content, "files": files})
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Read the manifest of a run or checkpoint and check its weight files against it.
+
+    Raises:
+        ArtifactError: no manifest, not readable, from a newer tunery, or a weight file that is missing or damaged.
+    """
+    path = folder / MANIFEST
+    if not folder.is_dir():
+        raise ArtifactError(f"no folder {folder}")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        remedy = "name a run or checkpoint folder that tunery finished writing"
+        raise ArtifactError(f"{folder} has no {MANIFEST}", remedy=remedy) from None
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise ArtifactError(f"cannot read {path}: {error}") from None
+    if not isinstance(content, dict) or not isinstance(content.get("format"), int):
+        raise ArtifactError(f"{path} is not a manifest of tunery")
+    if content["format"] > FORMAT:
+        raise ArtifactError(
+            f"{path} has format {content['format']}", known=[f"up to {FORMAT}"], remedy="pip install --upgrade tunery"
+        )
+    for key in ("plugins", "base_model", "tasks", "seed", "files"):
+        if key not in content:
+            raise ArtifactError(f"{path} lacks {key!r}")
+    for name, expected in content["files"].items():
+        _check_file(folder / name, expected)
+    return content
+
+
+def _check_file(path: Path, expected: Mapping[str, Any]) -> None:
+    if not path.is_file():
+        raise ArtifactError(f"{path} is missing", owner=str(path.parent / MANIFEST))
+    size = path.stat().st_size
+    if size != expected["bytes"]:
+        raise ArtifactError(f"{path} has {size} bytes instead of {expected['bytes']}", remedy="it is damaged: copy it again")
+    if _sha256(path) != expected["sha256"]:
+        raise ArtifactError(f"{path} does not match its hash in {MANIFEST}", remedy="it is damaged: copy it again")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def tasks_of(content: Mapping[str, Any]) -> tuple[Task, ...]:
+    """Return the tasks a manifest records."""
+    return tuple(
+        Task(
+            name=item["name"],
+            kind=TaskKind(item["kind"]),
+            label_names=tuple(item["label_names"]),
+            metrics=tuple(item["metrics"]),
+        )
+        for item in content["tasks"]
+    )
+
+
+def strategy_of(content: Mapping[str, Any]) -> Selection | None:
+    """Return the strategy a manifest records, checked to be installed.
+
+    Raises:
+        ArtifactError: it is not installed; says what to ``pip install``.
+    """
+    from ..registry.loading import load_plugins
+
+    for item in content["plugins"]:
+        if item["kind"] == "strategy":
+            try:
+                load_plugins().catalog.find("strategy", item["name"])
+            except UnknownPluginError:
+                raise ArtifactError(
+                    f"this artefact was made by strategy {item['name']!r}, which is not installed",
+                    owner=f"{item['distribution']} {item['version']}",
+                    remedy=f"pip install {item['distribution']}=={item['version']}",
+                ) from None
+            return Selection(item["name"], item["config"])
+    return None
+
+
+def load_weights(model: nn.Module, folder: Path) -> None:
+    """Load the weights of a run or checkpoint into the model its strategy prepared; every key must fit.
+
+    Raises:
+        ArtifactError: no weights, unreadable ones, or ones that belong to another model.
+    """
+    adapter = folder / "adapter_model.safetensors"
+    try:
+        if adapter.is_file():
+            _load_adapter(model, adapter)
+        else:
+            _load_full(model, folder)
+    except (SafetensorError, OSError, RuntimeError, KeyError) as error:
+        if isinstance(error, TuneryError):
+            raise
+        first = str(error).strip().splitlines() or [type(error).__name__]
+        raise ArtifactError(f"cannot load the weights in {folder}: {' '.join(first[:2])}") from None
+
+
+def _load_adapter(model: nn.Module, path: Path) -> None:
+    from peft import PeftModel, set_peft_model_state_dict
+
+    if not isinstance(model, PeftModel):
+        raise ArtifactError(f"{path} is an adapter and {type(model).__name__} has none")
+    state = _read(path)
+    result = set_peft_model_state_dict(model, state)
+    if result.unexpected_keys:
+        raise ArtifactError(f"{path} holds {result.unexpected_keys[0]!r}, which {type(model.get_base_model()).__name__} lacks")
+
+
+def _load_full(model: nn.Module, folder: Path) -> None:
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files:
+        raise ArtifactError(f"{folder} holds no weights", known=("model.safetensors", "adapter_model.safetensors"))
+    state: dict[str, torch.Tensor] = {}
+    for file in files:
+        state.update(_read(file))
+    result = model.load_state_dict(state, strict=False)
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    missing = [key for key in result.missing_keys if key not in tied]
+    if missing or result.unexpected_keys:
+        key = (missing or result.unexpected_keys)[0]
+        raise ArtifactError(f"the weights in {folder} do not fit {type(model).__name__}: {key!r}")
+
+
+def _read(path: Path) -> dict[str, torch.Tensor]:
+    with safe_open(path, framework="pt") as file:
+        return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # not a mapping
+
+
+def last_checkpoint(run_dir: Path) -> Path | None:
+    """Return the newest whole checkpoint of a run folder; one without a manifest was not finished and does not count."""
+    from transformers.trainer_utils import sort_checkpoints
+
+    if not run_dir.is_dir():
+        return None
+    whole = [Path(path) for path in sort_checkpoints(str(run_dir)) if (Path(path) / MANIFEST).is_file()]
+    return whole[-1] if whole else None

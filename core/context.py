@@ -1,0 +1,60 @@
+"""The ``RunContext`` of a run: its task told from the model, its sharding service, its pre-trained parameters."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import nn
+from transformers.models.auto import modeling_auto as auto
+
+from ..registry.context import RunContext, Task, TaskKind
+from .anatomy import new_parameters
+from .recipe import anatomy_finder
+from .sharding import ModelSharding
+
+_KINDS = (
+    (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, TaskKind.CAUSAL_LM),
+    (auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, TaskKind.MASKED_LM),
+    (auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES, TaskKind.IMAGE_CLASSIFICATION),
+    (auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES, TaskKind.CLASSIFICATION),
+)
+
+
+def infer_task(model: nn.Module) -> Task:
+    """Tell the task from the model's class and config: a classifier with one label is a regression."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    config = getattr(base, "config", None)
+    kind = TaskKind.OTHER
+    for mapping, candidate in _KINDS:
+        names = [name for value in mapping.values() for name in ([value] if isinstance(value, str) else value)]
+        if type(base).__name__ in names:
+            kind = candidate
+            break
+    labels: tuple[str, ...] = ()
+    if kind in (TaskKind.CLASSIFICATION, TaskKind.IMAGE_CLASSIFICATION):
+        if getattr(config, "problem_type", None) == "regression" or getattr(config, "num_labels", 0) == 1:
+            kind = TaskKind.REGRESSION
+        else:
+            id2label = getattr(config, "id2label", None) or {}
+            labels = tuple(str(id2label[index]) for index in sorted(id2label))
+    return Task(name="task", kind=kind, label_names=labels)
+
+
+def make_context(model: nn.Module, args: Any, task: Task) -> RunContext:
+    """Return what plugins may know about a run of ``model`` with the training arguments ``args``."""
+    fresh = new_parameters(model, task)
+    return RunContext(
+        tasks=(task,),
+        seed=args.seed,
+        sharding=ModelSharding(_zero_stage(args)),
+        pretrained_parameters=frozenset(name for name, _ in model.named_parameters()) - fresh,
+        logger=logging.getLogger("tunery"),
+        activation_checkpointing=bool(args.activation_checkpointing),
+        find_anatomy=anatomy_finder(),
+    )
+
+
+def _zero_stage(args: Any) -> int:
+    plugin = getattr(args, "deepspeed_plugin", None)
+    return int(plugin.zero_stage or 0) if plugin is not None else 0

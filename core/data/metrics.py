@@ -1,0 +1,184 @@
+"""Metrics by task, from scikit-learn and scipy, and the majority baseline they are read against.
+
+What is left open where a formula has no answer is settled here, and no metric ever warns:
+
+* a logit or prediction that is not a number: every metric is ``nan`` (the model diverged);
+* ``pearson`` and ``spearman`` of constant predictions, constant labels or fewer than two rows: 0, no relation is shown;
+* ``matthews_correlation`` of a single predicted or labelled class: 0, as scikit-learn has it;
+* ``f1`` without a positive prediction or label: 0; ``macro_f1`` averages over the classes that are labelled or predicted;
+* ``perplexity`` beyond the largest float: ``inf``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ...registry.context import Task, TaskKind
+from ...registry.errors import DataError, did_you_mean
+
+if TYPE_CHECKING:
+    import numpy as np
+    from transformers import EvalPrediction
+
+Metric = Callable[["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"], float]
+
+
+def _accuracy(labels: np.ndarray[Any, Any], predictions: np.ndarray[Any, Any]) -> float:
+    return float((labels == predictions).mean())
+
+
+def _f1(labels: np.ndarray[Any, Any], predictions: np.ndarray[Any, Any]) -> float:
+    from sklearn.metrics import f1_score
+
+    return float(f1_score(labels, predictions, zero_division=0))
+
+
+def _macro_f1(labels: np.ndarray[Any, Any], predictions: np.ndarray[Any, Any]) -> float:
+    from sklearn.metrics import f1_score
+
+    return float(f1_score(labels, predictions, average="macro", zero_division=0))
+
+
+def _matthews_correlation(labels: np.ndarray[Any, Any], predictions: np.ndarray[Any, Any]) -> float:
+    from sklearn.metrics import matthews_corrcoef
+
+    # scikit-learn warns where it meets a single label, the case settled above.
+    if labels.min() == labels.max() or predictions.min() == predictions.max():
+        return 0.0
+    return float(matthews_corrcoef(labels, predictions))
+
+
+def _is_constant(labels: np.ndarray[Any, Any], predictions: np.ndarray[Any, Any]) -> bool:
+    return len(labels) < 2 or labels.min() == labels.max() or predictions.min() == predictions.max()
+
+
+def _pearson(labels: np.ndarray[Any, Any], predictions: np.ndarray[Any, Any]) -> float:
+    import numpy as np
+
+    # numpy's, because scipy warns about predictions that are nearly constant.
+    return 0.0 if _is_constant(labels, predictions) else float(np.corrcoef(labels, predictions)[0, 1])
+
+
+def _spearman(labels: np.ndarray[Any, Any], predictions: np.ndarray[Any, Any]) -> float:
+    from scipy.stats import spearmanr
+
+    return 0.0 if _is_constant(labels, predictions) else float(spearmanr(labels, predictions).statistic)
+
+
+def _mse(labels: np.ndarray[Any, Any], predictions: np.ndarray[Any, Any]) -> float:
+    return float(((labels - predictions) ** 2).mean())
+
+
+_CLASSIFICATION: dict[str, Metric] = {
+    "accuracy": _accuracy,
+    "f1": _f1,
+    "macro_f1": _macro_f1,
+    "matthews_correlation": _matthews_correlation,
+}
+_REGRESSION: dict[str, Metric] = {"pearson": _pearson, "spearman": _spearman, "mse": _mse}
+_BY_KIND: dict[TaskKind, dict[str, Metric]] = {
+    TaskKind.CLASSIFICATION: _CLASSIFICATION,
+    TaskKind.IMAGE_CLASSIFICATION: _CLASSIFICATION,
+    TaskKind.REGRESSION: _REGRESSION,
+}
+# The Trainer's own evaluation loss gives these two; gathering every logit of a vocabulary for them would fill the memory.
+_FROM_LOSS = ("perplexity", "loss")
+
+
+def metric_names(kind: TaskKind, num_labels: int = 0) -> tuple[str, ...]:
+    """Return every metric that fits such a task; ``f1`` is the positive class's and needs exactly two classes."""
+    if kind.is_language_modelling:
+        return _FROM_LOSS
+    return tuple(name for name in _BY_KIND[kind] if name != "f1" or num_labels == 2)
+
+
+def default_metrics(kind: TaskKind, num_labels: int = 0) -> tuple[str, ...]:
+    """Return the metrics of a task that names none, the main one first."""
+    if kind.is_language_modelling:
+        return ("perplexity",)
+    if kind is TaskKind.REGRESSION:
+        return ("pearson", "spearman", "mse")
+    return ("accuracy", "f1") if num_labels == 2 else ("accuracy", "macro_f1")
+
+
+def check_metrics(names: Sequence[str], kind: TaskKind, num_labels: int = 0) -> tuple[str, ...]:
+    """Return ``names``, each of which fits the task.
+
+    Raises:
+        DataError: a name is unknown, or its metric says nothing about such a task.
+    """
+    fitting = metric_names(kind, num_labels)
+    for name in names:
+        if name not in fitting:
+            every = (*_CLASSIFICATION, *_REGRESSION, *_FROM_LOSS)
+            what = f"does not fit {kind} with {num_labels} classes" if num_labels else f"does not fit {kind}"
+            raise DataError(
+                f"metric {name!r} {what if name in every else 'is unknown'}",
+                known=fitting,
+                remedy=did_you_mean(name, fitting),
+            )
+    return tuple(names)
+
+
+def compute_metrics(task: Task) -> Callable[[EvalPrediction], dict[str, float]] | None:
+    """Return the ``compute_metrics`` of a ``transformers.Trainer`` for ``task``.
+
+    It takes logits of shape (rows, classes), or predictions of shape (rows,) or (rows, 1) for regression; where a model
+    returns further outputs, the first one counts. ``None`` for language modelling: see :func:`add_perplexity`.
+    """
+    if task.kind.is_language_modelling:
+        return None
+
+    def compute(evaluation: EvalPrediction) -> dict[str, float]:
+        import numpy as np
+
+        outputs = evaluation.predictions
+        logits = np.asarray(outputs[0] if isinstance(outputs, tuple) else outputs)
+        labels = np.asarray(evaluation.label_ids)
+        if np.isnan(logits).any():
+            return {name: math.nan for name in task.metrics}
+        predictions = logits.reshape(len(labels)) if task.kind is TaskKind.REGRESSION else logits.argmax(axis=-1)
+        return _scores(task, labels, predictions)
+
+    return compute
+
+
+def _scores(task: Task, labels: np.ndarray[Any, Any], predictions: np.ndarray[Any, Any]) -> dict[str, float]:
+    metrics = _BY_KIND[task.kind]
+    if task.kind is TaskKind.REGRESSION:
+        labels, predictions = labels.astype("float64").reshape(-1), predictions.astype("float64")
+    return {name: metrics[name](labels, predictions) for name in task.metrics}
+
+
+def add_perplexity(metrics: Mapping[str, float], prefix: str = "eval") -> dict[str, float]:
+    """Return ``metrics`` with ``<prefix>_perplexity`` = exp(``<prefix>_loss``, in nats a token) beside the loss."""
+    loss = metrics[f"{prefix}_loss"]
+    try:
+        perplexity = math.exp(loss)
+    except OverflowError:
+        perplexity = math.inf
+    return {**metrics, f"{prefix}_perplexity": perplexity}
+
+
+def majority_baseline(task: Task, train_labels: Sequence[float], eval_labels: Sequence[float]) -> dict[str, float]:
+    """Score who never looks at the input: the most frequent training class, or the mean training label.
+
+    Args:
+        task: classification or regression.
+        train_labels: labels to learn from, class numbers or floats.
+        eval_labels: labels to score on.
+
+    Returns:
+        The task's metrics by name; empty for language modelling, which has no labels.
+    """
+    if task.kind.is_language_modelling:
+        return {}
+    import numpy as np
+    from sklearn.dummy import DummyClassifier, DummyRegressor
+
+    model = DummyRegressor() if task.kind is TaskKind.REGRESSION else DummyClassifier(strategy="most_frequent")
+    labels = np.asarray(eval_labels)
+    model.fit(np.zeros((len(train_labels), 1)), np.asarray(train_labels))
+    return _scores(task, labels, model.predict(np.zeros((len(labels), 1))))

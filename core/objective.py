@@ -1,0 +1,161 @@
+"""Task loss + penalties -> one scalar and its named terms, exact under accumulation, world size and ragged batches.
+
+The gradient of an optimizer step is that of
+
+    (sum of task loss over all valid labels) / (number of valid labels) + sum_k weight_k * (mean of penalty_k over rows)
+
+where sums run over every micro-batch and rank of the step. transformers' loop averages over ranks (DDP, DeepSpeed) and
+divides by the number of micro-batches unless the loss is already normalised by ``num_items_in_batch``; a micro-batch
+mean is therefore multiplied by its share of the step. transformers takes every model whose forward accepts ``**kwargs``
+for normalised, which inflates classifiers by accumulation x world size (transformers#47688): here only the causal-LM
+loss, which really divides by ``num_items_in_batch``, counts as normalised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.trainer_pt_utils import find_batch_size
+
+from ..registry.context import Batch, Task
+from ..registry.contracts import Regularizer
+
+_IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Share:
+    """The weight of one micro-batch in its optimizer step, such that equal micro-batches all have 1.
+
+    Attributes:
+        items: by valid labels, for the task loss; a scalar tensor.
+        rows: by examples, for penalties; a scalar tensor.
+        count: number of micro-batches of the step on this rank.
+    """
+
+    items: torch.Tensor
+    rows: torch.Tensor
+    count: int
+
+
+class Objective:
+    """The loss of a run: its regularizers, the shares of the step at hand, and the terms to log."""
+
+    def __init__(self, regularizers: Sequence[Regularizer], task: Task) -> None:
+        self.regularizers = regularizers
+        self.task = task
+        self._shares: list[Share] = []
+        self._terms: dict[str, torch.Tensor] = {}
+        self._steps = 0
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the terms, in the order they are added."""
+        return ["task", *(regularizer.name for regularizer in self.regularizers)]
+
+    def plan(self, batches: Sequence[Any], shifts_labels: bool, accelerator: Any, across_ranks: bool) -> None:
+        """Weigh the micro-batches of the coming optimizer step.
+
+        Args:
+            batches: this rank's micro-batches.
+            shifts_labels: whether the model predicts ``labels[..., 1:]``.
+            accelerator: sums the counts over ranks.
+            across_ranks: whether a label counts the same on every rank, or every rank the same.
+        """
+        self._steps += 1
+        self._shares = []
+        if not batches or not isinstance(batches[0], Mapping):
+            return
+        counts = torch.stack([_count(batch, shifts_labels) for batch in batches])
+        total, world = counts.sum(dim=0), 1
+        if across_ranks and accelerator.num_processes > 1:
+            total = accelerator.reduce(total.to(accelerator.device), reduction="sum").to(counts.device)
+            world = accelerator.num_processes
+        shares = (counts * (len(batches) * world) / total.clamp(min=1)).float()
+        self._shares = [Share(items=share[0], rows=share[1], count=len(batches)) for share in reversed(shares)]
+
+    def next_share(self) -> Share | None:
+        """Return the share of the next micro-batch; ``None`` outside the training loop."""
+        return self._shares.pop() if self._shares else None
+
+    def begin(self, inputs: Mapping[str, Any]) -> None:
+        """Tell every regularizer that a forward pass of training is coming."""
+        for regularizer in self.regularizers:
+            regularizer.begin(inputs)
+
+    def total(
+        self,
+        loss: torch.Tensor,
+        outputs: Any,
+        inputs: Mapping[str, Any],
+        model: nn.Module,
+        share: Share | None,
+        normalised: bool,
+    ) -> torch.Tensor:
+        """Return the scalar to back-propagate.
+
+        Args:
+            loss: the task loss as ``Trainer.compute_loss`` returned it.
+            outputs: the model's outputs.
+            inputs: what the model was called with, labels included.
+            model: the model as called.
+            share: the micro-batch's share of the step.
+            normalised: whether ``loss`` is already a share of the step's sum; otherwise it is a micro-batch mean.
+        """
+        # The loop divides what is not normalised by the number of micro-batches; what is, it leaves alone.
+        by_mean = 1.0 if share is None or not normalised else 1.0 / share.count
+        batch = Batch(inputs=inputs, outputs=outputs, model=model, task=self.task)
+        replaced = next((new for r in self.regularizers if (new := r.task_loss(batch)) is not None), None)
+        if replaced is not None:
+            total = replaced * _on(share.items, replaced) * by_mean if share else replaced
+        elif share is None or normalised:
+            total = loss
+        else:
+            total = loss * _on(share.items, loss)
+        if self.regularizers:
+            self._keep("task", total, share, normalised)
+        for regularizer in self.regularizers:
+            penalty = regularizer.penalty(batch)
+            if penalty is not None:
+                rows = _on(share.rows, penalty) if share else 1.0
+                term = penalty * (rows * by_mean * regularizer.config.weight)
+                self._keep(regularizer.name, term, share, normalised)
+                total = total + term.to(total.dtype)
+        return total
+
+    def _keep(self, name: str, term: torch.Tensor, share: Share | None, normalised: bool) -> None:
+        value = term.detach().float() / (share.count if share is not None and not normalised else 1)
+        self._terms[name] = self._terms[name] + value if name in self._terms else value
+
+    def drain(self, accelerator: Any) -> dict[str, float]:
+        """Return the mean of every named term per optimizer step since the last call; a collective operation."""
+        steps, self._steps = max(self._steps, 1), 0
+        terms, self._terms = self._terms, {}
+        if not self.regularizers:
+            return {}
+        # Every rank reduces the same terms, also one that a regularizer left out on this rank.
+        zero = torch.zeros((), device=accelerator.device)
+        values = torch.stack([terms.get(name, zero).to(zero.device) for name in self.names])
+        means = accelerator.reduce(values, reduction="mean") / steps
+        return {f"loss/{name}": value for name, value in zip(self.names, means.tolist(), strict=True)}
+
+
+def _count(batch: Mapping[str, Any], shifts_labels: bool) -> torch.Tensor:
+    """Count valid labels and rows of one micro-batch: a tensor (2,) where the labels are, no synchronisation."""
+    rows = find_batch_size(batch) or 1
+    labels = batch.get("shift_labels", batch.get("labels"))
+    if not isinstance(labels, torch.Tensor):
+        return torch.tensor([rows, rows], dtype=torch.float64)
+    if shifts_labels and "shift_labels" not in batch:
+        labels = labels[..., 1:]
+    exact = torch.float32 if labels.device.type == "mps" else torch.float64
+    items = labels.ne(_IGNORED).sum().to(exact)
+    return torch.stack([items, torch.full_like(items, rows)])
+
+
+def _on(share: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return share.to(device=like.device, dtype=like.dtype)

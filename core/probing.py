@@ -1,0 +1,146 @@
+"""When probes run, the guard that leaves no trace of them, and the measurement log."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..registry.context import Measurement, Sharding, Subject
+from ..registry.contracts import Probe
+
+MEASUREMENTS = "measurements.jsonl"
+
+
+class Snapshot:
+    """The pre-trained values of the parameters that train: this rank's pieces, in host memory (a ``Reference``)."""
+
+    def __init__(self, model: nn.Module, sharding: Sharding) -> None:
+        self._model = model
+        self._sharding = sharding
+        # Whole here if the model is not sharded yet; cut to this rank's piece when asked for.
+        self._kept = {
+            name: sharding.local(parameter).to("cpu", copy=True)
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
+
+    def pieces(self) -> Iterator[tuple[str, nn.Parameter, torch.Tensor]]:
+        """Yield name, live parameter and this rank's piece of its pre-trained value."""
+        for name, parameter in self._model.named_parameters():
+            if name in self._kept:
+                kept, local = self._kept[name], self._sharding.local(parameter)
+                same = kept.numel() == local.numel()
+                yield name, parameter, kept if same else self._sharding.local_of(parameter, kept)
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Give back RNG states, train/eval modes, buffers and gradients as they were, also after an error.
+
+    Parameters are the probe's duty: it changes them only inside ``Sharding.perturbed``.
+    """
+    rng = (random.getstate(), np.random.get_state(), torch.get_rng_state())
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    grads = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in grads:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        with torch.no_grad():
+            for buffer, kept in buffers:
+                buffer.copy_(kept)
+        for parameter, grad in grads:
+            parameter.grad = grad
+        random.setstate(rng[0])
+        np.random.set_state(rng[1])
+        torch.set_rng_state(rng[2])
+        if cuda:
+            torch.cuda.set_rng_state_all(cuda)
+
+
+def measure(probe: Probe, subject: Subject) -> list[Measurement]:
+    """Run one probe on ``subject``, in eval mode, and leave everything as it was."""
+    with untouched(subject.model):
+        subject.model.eval()
+        torch.manual_seed(subject.run.seed)
+        return list(probe.measure(subject))
+
+
+class MeasurementLog:
+    """``measurements.jsonl``: one measurement a line, appended as it is made, cut back when a run resumes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / MEASUREMENTS
+
+    def append(self, probe: str, moment: str, step: int, measurements: Sequence[Measurement]) -> None:
+        """Append measurements of one probe at one moment."""
+        rows = [
+            {"probe": probe, "moment": moment, "step": step, "name": m.name, "value": m.value, "unit": m.unit, **m.where}
+            for m in measurements
+        ]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(row) + "\n" for row in rows))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def rewind(self, step: int) -> None:
+        """Drop what was measured after ``step``, and a last line that was not finished; -1 drops everything."""
+        if not self.path.exists():
+            return
+        kept = [line for line in self.path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        temporary.replace(self.path)
+
+
+def _step_of(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
+
+
+class Probing:
+    """The probes of a run: what they measure, and when."""
+
+    def __init__(self, probes: Sequence[Probe], moments: Sequence[str], folder: Path) -> None:
+        self.probes = probes
+        self.moments = moments
+        self.log = MeasurementLog(folder)
+
+    def at(
+        self,
+        moment: str,
+        subject: Subject,
+        report: Callable[[Mapping[str, Any]], None],
+        observe: Callable[[Measurement], None],
+    ) -> None:
+        """Run every probe at ``moment``; rank 0 writes the log, reports overall values and tells observers.
+
+        A measurement without ``where`` is an overall value and is reported as ``probe/<probe>/<name>``.
+        """
+        if moment not in self.moments:
+            return
+        for probe in self.probes:
+            measurements = measure(probe, subject)
+            if subject.run.sharding.rank == 0:
+                self.log.append(probe.name, moment, subject.step, measurements)
+                for measurement in measurements:
+                    observe(measurement)
+            report({f"probe/{probe.name}/{m.name}": m.value for m in measurements if not m.where})
+

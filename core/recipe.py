@@ -1,0 +1,150 @@
+"""From names to the configured plugins of one run, and the start-up check that they go together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from ..registry.catalog import Catalog, Entry
+from ..registry.context import RunContext
+from ..registry.contracts import Plugin, Probe, Regularizer, Strategy
+from ..registry.errors import CompatibilityError
+from ..registry.loading import load_plugins
+from ..registry.selection import Selection, configure, parse_selections
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """One plugin of a run: where it comes from, and its instance."""
+
+    entry: Entry
+    plugin: Any
+
+    def describe(self) -> dict[str, Any]:
+        """Return what a manifest records of it."""
+        return {
+            "kind": self.entry.kind,
+            "name": self.entry.name,
+            "distribution": self.entry.origin.distribution,
+            "version": self.entry.origin.version,
+            "config": self.options(),
+        }
+
+    def options(self) -> dict[str, Any]:
+        """Return its options as a selection gives them: the content of an open field stands among the others."""
+        options: dict[str, Any] = {}
+        for item in dataclasses.fields(self.plugin.config):
+            value = getattr(self.plugin.config, item.name)
+            options.update(value if item.metadata.get("open") else {item.name: value})
+        return options
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The plugins of one run, in order: the strategy, then regularizers and probes as they were given."""
+
+    chosen: tuple[Chosen, ...] = field(default=())
+
+    def _of(self, kind: type[Plugin]) -> list[Any]:
+        return [item.plugin for item in self.chosen if isinstance(item.plugin, kind)]
+
+    @property
+    def strategy(self) -> Strategy | None:
+        """The strategy, if one was chosen."""
+        return next(iter(self._of(Strategy)), None)
+
+    @property
+    def regularizers(self) -> list[Regularizer]:
+        """The regularizers whose weight is not zero: a zero weight is the same as not choosing it, to the bit."""
+        return [regularizer for regularizer in self._of(Regularizer) if regularizer.config.weight]
+
+    @property
+    def probes(self) -> list[Probe]:
+        """The probes."""
+        return self._of(Probe)
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Return what manifests and results record."""
+        return [item.describe() for item in self.chosen]
+
+    def check(self, model: nn.Module, run: RunContext) -> None:
+        """Refuse combinations that cannot work, before anything is trained.
+
+        Raises:
+            CompatibilityError: naming the plugin, its distribution and what it does not go with.
+            AnatomyError: a plugin needs to know the model's parts and nobody described them.
+        """
+        names = {item.entry.name for item in self.chosen}
+        for item in self.chosen:
+            supports, owner = item.plugin.supports, str(item.entry.origin)
+            asked = f"{item.entry.kind} {item.entry.name!r}"
+            if supports.tasks is not None and run.task.kind not in supports.tasks:
+                known = sorted(kind.value for kind in supports.tasks)
+                raise CompatibilityError(f"{asked} does not take task kind {run.task.kind.value!r}", known=known, owner=owner)
+            if run.sharding.zero_stage not in supports.zero_stages:
+                known = [f"zero{stage}" if stage else "no DeepSpeed" for stage in sorted(supports.zero_stages)]
+                raise CompatibilityError(f"{asked} does not run on ZeRO-{run.sharding.zero_stage}", known=known, owner=owner)
+            if run.activation_checkpointing and not supports.activation_checkpointing:
+                raise CompatibilityError(
+                    f"{asked} does not go with activation_checkpointing", owner=owner, remedy="leave one of them out"
+                )
+            for other in sorted(names & supports.excludes):
+                raise CompatibilityError(f"{asked} does not go with {other!r}", owner=owner, remedy="leave one of them out")
+            if supports.needs_anatomy:
+                run.anatomy(model)
+        replacing = [r.name for r in self.regularizers if type(r).task_loss is not Regularizer.task_loss]
+        if len(replacing) > 1:
+            raise CompatibilityError(
+                f"regularizers {', '.join(map(repr, replacing))} each replace the task loss", remedy="choose one of them"
+            )
+
+
+def choose(strategy: object = None, regularizers: object = None, probes: object = None) -> Recipe:
+    """Find, validate and instantiate the plugins of a run.
+
+    Raises:
+        SelectionError: a selection that cannot be read, or with options its plugin does not take.
+        PluginError: a name nobody offers, or that failed to load, or that two distributions offer.
+    """
+    catalog = load_plugins().catalog
+    chosen: list[Chosen] = []
+    for kind, value in (("strategy", strategy), ("regularizer", regularizers), ("probe", probes)):
+        chosen += [make(catalog, kind, selection) for selection in parse_selections(value, kind)]
+    return Recipe(tuple(chosen))
+
+
+def make(catalog: Catalog, kind: str, selection: Selection) -> Chosen:
+    """Return one configured plugin."""
+    entry = catalog.find(kind, selection.name)
+    return Chosen(entry, entry.cls(configure(entry.cls, selection, owner=str(entry.origin))))
+
+
+@cache
+def _taught_anatomies() -> dict[str, Any]:
+    """Return the architectures plugins describe, by ``config.model_type``; the first description counts."""
+    specs: dict[str, Any] = {}
+    for offered in load_plugins().manager.hook.tunery_anatomies():
+        for model_type, spec in offered.items():
+            specs.setdefault(model_type, spec)
+    return specs
+
+
+def anatomy_finder() -> Callable[[nn.Module], Any]:
+    """Return the function that finds a model's parts, plugins' descriptions included."""
+    from .anatomy import find_anatomy
+
+    return lambda model: find_anatomy(model, _taught_anatomies())
+
+
+def observe(moment: str, **arguments: Any) -> None:
+    """Call one of the run hooks ``tunery_run_begin``, ``tunery_measured``, ``tunery_run_end``."""
+    getattr(load_plugins().manager.hook, moment)(**arguments)
+
+
+__all__: Sequence[str] = ("Chosen", "Recipe", "anatomy_finder", "choose", "make", "observe")

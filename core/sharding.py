@@ -1,0 +1,187 @@
+"""Read, perturb, restore and collect parameters the same way on one process, under DDP and under ZeRO-1, 2 and 3.
+
+Only ZeRO-3 differs: there a parameter's ``.data`` is empty outside its module's forward and backward, its shard lives in
+``ds_tensor`` (flat, padded at the end of the last rank's), and writing needs a gather that names the rank that wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+_COMPANIONS = "_tunery_companions"
+
+
+class ModelSharding:
+    """The ``Sharding`` service of a run; see ``tunery.registry.context.Sharding`` for the meaning of each method."""
+
+    def __init__(self, zero_stage: int = 0) -> None:
+        self.zero_stage = zero_stage
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process, 0 alone."""
+        return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes, 1 alone."""
+        return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+    def gathered(self, params: Iterable[nn.Parameter]) -> Any:
+        """Return a context in which parameters have their full shape; for reading."""
+        return _gather(params, modifier_rank=None)
+
+    def written(self, params: Iterable[nn.Parameter]) -> Any:
+        """Return a context in which parameters have their full shape and rank 0's writes reach every rank."""
+        return _written(list(params)) if self.world_size > 1 else _gather(params, modifier_rank=0)
+
+    def local(self, param: nn.Parameter) -> torch.Tensor:
+        """Return this rank's own piece, flat, sharing memory: all of it without ZeRO-3."""
+        if not is_sharded(param):
+            return param.detach().reshape(-1)
+        start, stop = _span(param)
+        return param.ds_tensor.detach()[: stop - start]  # type: ignore[attr-defined]
+
+    def local_of(self, param: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
+        """Cut out of ``full`` what corresponds to :meth:`local`."""
+        if not is_sharded(param):
+            return full.reshape(-1)
+        start, stop = _span(param)
+        return full.reshape(-1)[start:stop]
+
+    def sum_shards(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum over ranks under ZeRO-3; elsewhere every rank already has the whole."""
+        if self.zero_stage == 3 and self.world_size > 1:
+            values = values.clone()
+            device = torch.device("cpu") if dist.get_backend() == "gloo" else torch.device("cuda")
+            moved = values.to(device)
+            dist.all_reduce(moved)
+            values.copy_(moved)
+        return values
+
+    @contextmanager
+    def perturbed(self, params: Iterable[nn.Parameter]) -> Iterator[None]:
+        """Give every bit back afterwards; costs one copy of this rank's pieces in host memory."""
+        kept = [(param, _pieces(param)) for param in params]
+        saved = [[piece.detach().to("cpu", copy=True) for piece in pieces] for _, pieces in kept]
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for (param, _), copies in zip(kept, saved, strict=True):
+                    for piece, copy in zip(_pieces(param), copies, strict=True):
+                        piece.copy_(copy)
+
+    def companion(self, module: nn.Module, name: str, like: str, value: torch.Tensor | None = None) -> nn.Parameter:
+        """Register a frozen parameter beside ``module.<like>``: sharded as it is, in no state_dict."""
+        origin = getattr(module, like)
+        with self.gathered([origin]):
+            frozen = nn.Parameter((origin if value is None else value).detach().clone(), requires_grad=False)
+        if is_sharded(origin):
+            origin.convert_to_zero_parameters(param_list=[frozen])
+        module.register_parameter(name, frozen)
+        _hide(module, name)
+        return frozen
+
+    def remove_companion(self, module: nn.Module, name: str) -> None:
+        """Take a companion away again; the last one takes the state_dict hooks along."""
+        delattr(module, name)
+        names, hooks = getattr(module, _COMPANIONS)
+        names.discard(name)
+        if not names:
+            for hook in hooks:
+                hook.remove()
+            delattr(module, _COMPANIONS)
+
+
+def companion_names(model: nn.Module) -> frozenset[str]:
+    """Return the full names of all companions in ``model``: what no file may contain."""
+    return frozenset(
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name in getattr(module, _COMPANIONS, ((), ()))[0]
+    )
+
+
+def is_sharded(param: nn.Parameter) -> bool:
+    """Whether ZeRO-3 keeps this parameter in shards."""
+    return hasattr(param, "ds_tensor")
+
+
+def full_state_dict(model: nn.Module, only_trainable: bool = False) -> dict[str, torch.Tensor]:
+    """Collect parameters and persistent buffers on the CPU, on every rank, one parameter gathered at a time.
+
+    Args:
+        model: an unwrapped model.
+        only_trainable: leave out what does not require a gradient.
+    """
+    live = dict(model.named_parameters(remove_duplicate=False))
+    state: dict[str, torch.Tensor] = {}
+    for name, value in model.state_dict().items():
+        param = live.get(name)
+        if only_trainable and (param is None or not param.requires_grad):
+            continue
+        with nullcontext() if param is None else _gather([param], modifier_rank=None):
+            state[name] = (value if param is None else param).detach().to("cpu", copy=True)
+    return state
+
+
+def _span(param: nn.Parameter) -> tuple[int, int]:
+    """Return where this rank's shard begins and ends in the flat full parameter."""
+    size = param.ds_tensor.numel()  # type: ignore[attr-defined]
+    rank = dist.get_rank(param.ds_process_group)  # type: ignore[attr-defined]
+    numel = param.ds_numel  # type: ignore[attr-defined]
+    return min(rank * size, numel), min((rank + 1) * size, numel)
+
+
+def _pieces(param: nn.Parameter) -> list[torch.Tensor]:
+    """Return every tensor that holds this rank's bits of ``param``: a small one may be gathered beside its shard."""
+    if not is_sharded(param):
+        return [param.data]
+    return [param.ds_tensor.data, param.data]  # type: ignore[attr-defined]
+
+
+def _gather(params: Iterable[nn.Parameter], modifier_rank: int | None) -> Any:
+    sharded = [param for param in params if is_sharded(param)]
+    if not sharded:
+        return nullcontext()
+    from deepspeed.zero import GatheredParameters
+
+    return GatheredParameters(sharded, modifier_rank=modifier_rank)
+
+
+@contextmanager
+def _written(params: list[nn.Parameter]) -> Iterator[None]:
+    with _gather(params, modifier_rank=0):
+        yield
+    for param in params:
+        if not is_sharded(param):
+            dist.broadcast(param.data, src=0)
+
+
+def _hide(module: nn.Module, name: str) -> None:
+    """Keep a parameter out of ``state_dict`` and off the list of keys a loaded one misses."""
+    if not hasattr(module, _COMPANIONS):
+        names: set[str] = set()
+
+        def drop(_module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+            for key in names:
+                state.pop(prefix + key, None)
+
+        def forgive(_module: nn.Module, incompatible: Any) -> None:
+            keep = [key for key in incompatible.missing_keys if key.rsplit(".", 1)[-1] not in names]
+            incompatible.missing_keys[:] = keep
+
+        hooks: list[RemovableHandle] = [
+            module.register_state_dict_post_hook(drop),  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_post_hook(forgive),
+        ]
+        setattr(module, _COMPANIONS, (names, hooks))
+    getattr(module, _COMPANIONS)[0].add(name)

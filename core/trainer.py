@@ -1,0 +1,293 @@
+"""``PluginTrainerMixin``: any ``transformers.Trainer`` subclass with a strategy, regularizers and probes; and ``Trainer``.
+
+The order of a run: seed -> strategy.prepare -> regularizer.attach -> transformers' own constructor -> training, with
+the objective in ``compute_loss`` -> probes at their moments -> checkpoints that appear whole or not at all.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from peft import PeftModel
+from torch import nn
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints, set_seed
+
+from ..registry.context import Subject, Task
+from ..registry.errors import ArtifactError, CompatibilityError, RecipeError
+from .arguments import TrainingArguments
+from .artifacts import describe_base, last_checkpoint, manifest, read_manifest, seal
+from .context import infer_task, make_context
+from .objective import Objective
+from .probing import Probing, Snapshot
+from .recipe import choose, observe
+from .sharding import companion_names
+
+# The mixin stands in front of any subclass of Trainer; only the type checker is told so.
+_Trainer = transformers.Trainer if TYPE_CHECKING else object
+_PLUGIN_FIELDS = ("strategy", "regularizers", "probes")
+_STAGING = ".saving"
+_WRITING = ".writing-"
+
+
+class PluginTrainerMixin(_Trainer):
+    """Mix into a Trainer: ``class MySFT(PluginTrainerMixin, trl.SFTTrainer)``, with arguments that have the plugin fields.
+
+    Args:
+        model: a model, loaded; a strategy changes it in place or wraps it.
+        args: arguments with the fields of :class:`tunery.core.arguments.PluginArguments`.
+        task: what the model is trained for; default: told from the model's class and config.
+        base_model: the name the manifest records for the base model; default: what its config remembers.
+        kwargs: everything else the Trainer takes, by keyword.
+
+    Raises:
+        TuneryError: a selection, combination or model that cannot work; nothing has been written then.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: Any = None,
+        *,
+        task: Task | None = None,
+        base_model: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if isinstance(model, str):
+            raise RecipeError(f"model {model!r} is a name", remedy="load it first: AutoModelFor....from_pretrained(name)")
+        args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
+        self.recipe = choose(*(getattr(args, field, None) for field in _PLUGIN_FIELDS))
+        self._given_task = task
+        self._base_reference = base_model
+        self._staging: Path | None = None
+        # transformers seeds in its constructor, which is after adapters and heads are drawn.
+        set_seed(args.seed)
+        if model is not None:
+            model = self._equip(model, args)
+        super().__init__(model=model, args=args, **kwargs)
+        self._trust_causal_losses_only()
+        self.add_callback(_Moments(self))
+
+    # ---- building the model
+
+    def _equip(self, model: nn.Module, args: Any) -> nn.Module:
+        """Give the model its strategy and regularizers, before anything is moved, sharded or wrapped."""
+        self.run = make_context(model, args, self._given_task or infer_task(model))
+        self.recipe.check(model, self.run)
+        self._base = describe_base(model, self.run, self._base_reference)
+        strategy = self.recipe.strategy
+        if strategy is not None:
+            if isinstance(model, PeftModel):
+                raise CompatibilityError(
+                    f"the model already is a {type(model).__name__}", remedy="hand in the base model or leave strategy out"
+                )
+            model = strategy.prepare(model, self.run)
+        self._reference = Snapshot(model, self.run.sharding) if self.recipe.probes else None
+        for regularizer in self.recipe.regularizers:
+            regularizer.attach(model, self.run)
+        self.objective = Objective(self.recipe.regularizers, self.run.task)
+        return model
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """Build the model with ``model_init`` and equip it; a second trial starts from fresh plugins."""
+        model = super().call_model_init(trial)
+        args = self.args
+        self.recipe = choose(*(getattr(args, field, None) for field in _PLUGIN_FIELDS))
+        return self._equip(model, args)
+
+    def detach(self) -> None:
+        """Take every regularizer off the model, which is plain again afterwards."""
+        for regularizer in reversed(self.recipe.regularizers):
+            regularizer.detach(self.model)
+
+    # ---- the loss
+
+    def _trust_causal_losses_only(self) -> None:
+        """Let only causal-LM losses count as normalised by ``num_items_in_batch`` (transformers#47688)."""
+        self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs and self._loss_shifts_labels
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
+        """Fetch the micro-batches of one optimizer step and weigh them."""
+        samples, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self.objective.plan(
+            samples,
+            shifts_labels=self._loss_shifts_labels,
+            accelerator=self.accelerator,
+            across_ranks=self.args.average_tokens_across_devices,
+        )
+        return samples, num_items
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """Return the task loss, plus penalties while training; see :mod:`tunery.core.objective`."""
+        if not model.training:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        share = self.objective.next_share()
+        given = dict(inputs)  # label smoothing pops the labels
+        self.objective.begin(given)
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        normalised = self.compute_loss_func is not None or (
+            self.model_accepts_loss_kwargs and num_items_in_batch is not None
+        )
+        if self.loss_is_scaled_for_ga is not None:
+            normalised = self.loss_is_scaled_for_ga
+        total = self.objective.total(loss, outputs, given, model, share, normalised)
+        return (total, outputs) if return_outputs else total
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log; a training loss is joined by its terms, ``loss/task`` and ``loss/<regularizer>``."""
+        if "loss" in logs:
+            logs.update(self.objective.drain(self.accelerator))
+        super().log(logs, *args, **kwargs)
+
+    # ---- a run
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train, as ``transformers.Trainer.train``; a checkpoint to resume from is checked first.
+
+        Raises:
+            ArtifactError: no whole checkpoint, or one that is damaged or belongs to another base model.
+        """
+        resume_from_checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
+        output = super().train(resume_from_checkpoint, *args, **kwargs)
+        observe("tunery_run_end", run=self.run, result=output.metrics)
+        return output
+
+    def _checkpoint_to_resume(self, asked: str | bool | None) -> str | None:
+        if asked is None or asked is False:
+            return None
+        run_dir = Path(self.args.output_dir)
+        folder = last_checkpoint(run_dir) if asked is True else Path(asked)
+        if folder is None:
+            raise ArtifactError(f"no whole checkpoint in {run_dir}", remedy="train without --resume_from_checkpoint")
+        recorded = read_manifest(folder)["base_model"]
+        if self.model_init is None and recorded["fingerprint"] != self._base["fingerprint"]:
+            raise ArtifactError(
+                f"{folder} was trained on another base model: {recorded['name_or_path'] or recorded['class']}",
+                remedy="resume with the model it began with",
+            )
+        return str(folder)
+
+    def probe(self, moment: str) -> None:
+        """Measure with every probe now; ``moment`` is ``begin``, ``evaluate`` or ``end``."""
+        if self._reference is None:
+            return
+        subject = Subject(
+            model=self.model,
+            run=self.run,
+            reference=self._reference,
+            evaluate=self._evaluate_quietly if self.eval_dataset is not None else None,
+            step=self.state.global_step,
+        )
+        moments: Sequence[str] = self.args.probe_moments
+        probing = Probing(self.recipe.probes, moments, Path(self.args.output_dir))
+        if moment == "begin" and subject.run.sharding.rank == 0:
+            probing.log.rewind(subject.step or -1)
+        if moment != "begin" or subject.step == 0:
+            probing.at(moment, subject, self.log, lambda m: observe("tunery_measured", run=self.run, measurement=m))
+
+    def _evaluate_quietly(self) -> Mapping[str, float]:
+        loader = self.get_eval_dataloader()
+        output = self.evaluation_loop(loader, description="Probe", metric_key_prefix="eval")
+        return dict(output.metrics)
+
+    # ---- files: whole or not at all
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self._staging) if self._staging is not None else super()._get_output_dir(trial)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self._staging is None:
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Write the checkpoint under a temporary name on every rank, then rename it."""
+        args, state = self.args, self.state
+        run_dir = Path(self._get_output_dir(trial))
+        staging, name = run_dir / _STAGING, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        if args.local_process_index == 0:
+            shutil.rmtree(staging, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        self._staging = staging
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._staging = None
+        self.accelerator.wait_for_everyone()
+        if state.best_model_checkpoint == str(staging / name):
+            state.best_model_checkpoint = str(run_dir / name)
+        if args.should_save:
+            state.save_to_json(str(staging / name / "trainer_state.json"))
+        if args.local_process_index == 0 and (staging / name).exists():
+            _replace_folder(staging / name, run_dir / name)
+            staging.rmdir()
+        self.accelerator.wait_for_everyone()
+        if args.push_to_hub:
+            self._push_from_checkpoint(str(run_dir / name))
+        if args.should_save:
+            rotate_checkpoints(
+                output_dir=str(run_dir),
+                save_total_limit=args.save_total_limit,
+                best_model_checkpoint=state.best_model_checkpoint,
+                use_mtime=True,
+            )
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Write weights, config, tokenizer and manifest; each file is renamed into place, the manifest last."""
+        target = Path(output_dir if output_dir is not None else self.args.output_dir)
+        if state_dict is not None:
+            hidden = companion_names(self.model)
+            state_dict = {key: value for key, value in state_dict.items() if key not in hidden}
+        temporary = target / f"{_WRITING}{os.getpid()}"
+        if self.args.should_save:
+            for left_behind in target.glob(f"{_WRITING}*"):
+                shutil.rmtree(left_behind, ignore_errors=True)
+        try:
+            super()._save(str(temporary), state_dict)
+            if self.args.should_save:
+                seal(temporary, manifest(self.run, self._base, self.recipe.describe()))
+                for path in sorted(temporary.iterdir(), key=lambda path: path.name == "tunery.json"):
+                    path.replace(target / path.name)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _replace_folder(source: Path, target: Path) -> None:
+    """Put ``source`` where ``target`` is; the old one steps aside first, since a full folder cannot be overwritten."""
+    old = target.with_name(f".old-{target.name}")
+    if target.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        target.replace(old)
+    source.replace(target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+class _Moments(transformers.TrainerCallback):
+    """Tells observers that a run begins, and has probes measure at their moments."""
+
+    def __init__(self, trainer: PluginTrainerMixin) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        observe("tunery_run_begin", run=self.trainer.run)
+        self.trainer.probe("begin")
+
+    def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self.trainer.probe("evaluate")
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        self.trainer.probe("end")
+
+
+class Trainer(PluginTrainerMixin, transformers.Trainer):
+    """``transformers.Trainer`` with plugins chosen by name in its arguments."""

@@ -1,0 +1,178 @@
+"""L2-SP: (alpha/2) sum (w - w0)^2 over pre-trained weights + (beta/2) sum w^2 over new ones (Li et al. 2018, eq. 2).
+
+The penalty's value is computed inside each module's forward, and its gradient, alpha (w - w0), inside each module's
+backward: there the weights are whole also under ZeRO-3, and nothing of their size is kept in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import TYPE_CHECKING, Annotated, Any
+
+from annotated_types import Ge
+
+from ...registry.contracts import Regularizer
+from ...registry.errors import CompatibilityError
+from ...registry.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.utils.hooks import RemovableHandle
+
+    from ...registry.context import Batch, RunContext, Sharding
+
+
+class L2SP(Regularizer):
+    """Pull pre-trained weights to where they started and new weights to zero."""
+
+    name = "l2_sp"
+    summary = "L2 distance to the pre-trained weights, L2 norm of new ones"
+    reference = "Li, Grandvalet and Davoine 2018, L2-SP, eq. 2"
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(Regularizer.Config):
+        """Options of L2-SP.
+
+        Attributes:
+            alpha: strength on pre-trained weights, per squared weight (authors' default 0.1).
+            beta: strength on new weights (authors' default 0.01).
+        """
+
+        alpha: Annotated[float, Ge(0)] = 0.1
+        beta: Annotated[float, Ge(0)] = 0.01
+
+    config: Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._clear()
+
+    def _clear(self) -> None:
+        self._hooks: list[RemovableHandle] = []
+        self._companions: list[tuple[Sharding, nn.Module, str]] = []
+        self._waiting: set[nn.Module] = set()
+        self._values: list[torch.Tensor] = []
+        self._owners: set[nn.Module] = set()
+        self._ticket: torch.Tensor | None = None
+
+    def attach(self, model: nn.Module, run: RunContext) -> None:
+        """Keep a frozen copy of every trainable pre-trained parameter beside it, sharded as it is.
+
+        Raises:
+            CompatibilityError: nothing trains.
+        """
+        seen: set[int] = set()  # tied weights count once
+        for module_name, module in model.named_modules():
+            pulls: list[tuple[str, str | None, float]] = []
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if not parameter.requires_grad or id(parameter) in seen:
+                    continue
+                seen.add(id(parameter))
+                anchored = run.is_pretrained(f"{module_name}.{name}" if module_name else name)
+                strength = self.config.alpha if anchored else self.config.beta
+                if strength:
+                    pulls.append((name, self._anchor(module, name, run.sharding) if anchored else None, strength))
+            if pulls:
+                self._owners.add(module)
+                self._hooks.append(module.register_forward_hook(partial(self._after_forward, pulls)))
+        if not seen:
+            raise CompatibilityError("regularizer 'l2_sp' finds no parameter that trains")
+
+    def _anchor(self, module: nn.Module, name: str, sharding: Sharding) -> str:
+        anchor = f"l2_sp_{name}"
+        sharding.companion(module, anchor, like=name)
+        self._companions.append((sharding, module, anchor))
+        return anchor
+
+    def begin(self, inputs: Mapping[str, Any]) -> None:
+        """Expect one contribution of every module that runs."""
+        import torch
+
+        self._waiting = set(self._owners)
+        self._values = []
+        self._ticket = torch.zeros((), requires_grad=True)
+
+    def _after_forward(self, pulls: list[tuple[str, str | None, float]], module: nn.Module, args: Any, output: Any) -> Any:
+        import torch
+
+        if module not in self._waiting or not torch.is_grad_enabled():
+            return None
+        self._waiting.discard(module)
+        weights = [getattr(module, name) for name, _, _ in pulls]
+        anchors = [None if anchor is None else getattr(module, anchor) for _, anchor, _ in pulls]
+        strengths = [strength for _, _, strength in pulls]
+        with torch.no_grad():
+            for weight, anchor, strength in zip(weights, anchors, strengths, strict=True):
+                offset = weight if anchor is None else weight - anchor
+                self._values.append(0.5 * strength * offset.float().square().sum())
+        return _through_first_tensor(output, lambda x: _pull().apply(x, self, anchors, strengths, *weights))
+
+    def penalty(self, batch: Batch) -> torch.Tensor | None:
+        """Return the sum over the modules that ran; its gradient reaches the weights in the modules' own backward."""
+        import torch
+
+        if not self._values:
+            return None
+        value = torch.stack(self._values).sum()
+        self._waiting = set()
+        # A leaf: autograd fills its .grad, the factor the objective gave this penalty, before any module's backward.
+        self._ticket = value.detach().requires_grad_()
+        return self._ticket
+
+    def detach(self, model: nn.Module) -> None:
+        """Remove hooks and anchors."""
+        for hook in self._hooks:
+            hook.remove()
+        for sharding, module, anchor in self._companions:
+            sharding.remove_companion(module, anchor)
+        self._clear()
+
+
+def _through_first_tensor(output: Any, function: Any) -> Any:
+    """Apply ``function`` to the tensor, or the first tensor inside a tuple or mapping, that a module returned."""
+    import torch
+
+    if isinstance(output, torch.Tensor):
+        return function(output)
+    if isinstance(output, tuple | list):
+        index = next(i for i, item in enumerate(output) if isinstance(item, torch.Tensor))
+        items = [*output[:index], function(output[index]), *output[index + 1 :]]
+        return type(output)(items)
+    key = next(key for key, item in output.items() if isinstance(item, torch.Tensor))
+    output[key] = function(output[key])
+    return output
+
+
+@cache
+def _pull() -> Any:
+    import torch
+
+    class Pull(torch.autograd.Function):
+        """The identity on a module's output; in backward adds factor * strength * (w - w0) to each weight's gradient."""
+
+        @staticmethod
+        def forward(  # type: ignore[override]
+            ctx: Any, output: torch.Tensor, owner: L2SP, anchors: list[Any], strengths: list[float], *weights: Any
+        ) -> torch.Tensor:
+            ctx.owner, ctx.anchors, ctx.strengths, ctx.weights = owner, anchors, strengths, weights
+            return output.view_as(output)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+            factor = ctx.owner._ticket.grad
+            pulls: list[torch.Tensor | None] = []
+            for weight, anchor, strength in zip(ctx.weights, ctx.anchors, ctx.strengths, strict=True):
+                offset = weight if anchor is None else weight - anchor
+                pulls.append(None if factor is None else offset * (strength * factor).to(offset.dtype))
+            return (grads[0], None, None, None, *pulls)
+
+    return Pull
+
+
+@hookimpl
+def tunery_regularizers() -> list[type[Regularizer]]:
+    """Offer :class:`L2SP`."""
+    return [L2SP]

@@ -1,0 +1,141 @@
+"""The three kinds of plugin. Each docstring states its laws; ``tunery.registry.conformance`` checks every one of them.
+
+Laws of every plugin: the same seed twice gives bit-identical weights on CPU; an unknown config key, a wrong type or a
+value out of range is a one-line error that names the plugin, the field, what was given and what is allowed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from annotated_types import Ge
+
+from .context import Support
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from .context import Batch, Measurement, RunContext, Subject
+
+
+class Plugin(ABC):
+    """What all three kinds have in common.
+
+    Attributes:
+        name: lower_snake_case; what a user types.
+        summary: one line.
+        reference: paper and equation, or the document the method comes from.
+        Config: frozen, keyword-only dataclass; every field documented with its unit and source.
+        supports: what the plugin works with.
+    """
+
+    kind: ClassVar[str]
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    reference: ClassVar[str]
+    supports: ClassVar[Support] = Support()
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        """No options."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+
+class Strategy(Plugin):
+    """What trains, and what the trained artefact is.
+
+    Laws: after :meth:`prepare` the output for an evaluation batch equals the base model's wherever ``identity_start``
+    promises it; exactly the parameters that then require a gradient change, no other; save, load, evaluate is
+    bit-identical; :meth:`export` gives logits within 1e-5 of the trained model's; a run killed after any step and
+    resumed ends with the weights of one that was not.
+    """
+
+    kind: ClassVar[str] = "strategy"
+    identity_start: ClassVar[bool] = True
+
+    @abstractmethod
+    def prepare(self, model: nn.Module, run: RunContext) -> nn.Module:
+        """Return the model to train, its ``requires_grad`` flags set. Called once, before anything is sharded or wrapped.
+
+        The result is a ``transformers.PreTrainedModel`` or a ``peft.PeftModel``, the two that save to files others read.
+        """
+
+    def export(self, model: nn.Module, run: RunContext, *, merge: bool = False) -> nn.Module:
+        """Return the deployable model: what ``from_pretrained`` loads where tunery is not installed.
+
+        Args:
+            model: what :meth:`prepare` returned, trained.
+            run: the run it belongs to.
+            merge: fold an adapter into its base model instead of keeping it apart.
+        """
+        return model
+
+
+class Regularizer(Plugin):
+    """What the loss adds, or the weights do, while training.
+
+    Laws: attach then detach leaves state_dict keys, classes and evaluation output unchanged; gradients agree for
+    (batch 8), (2 x accumulation 4), (2 ranks x 4) and every ZeRO stage; the off value of its strength (``off``) is
+    bit-identical to not having it.
+
+    Attributes:
+        off: config values that switch the method off, for the law above.
+    """
+
+    kind: ClassVar[str] = "regularizer"
+    off: ClassVar[dict[str, Any]] = {"weight": 0.0}
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        """Options every regularizer has.
+
+        Attributes:
+            weight: factor of the penalty in the loss; 0 leaves it out.
+        """
+
+        weight: Annotated[float, Ge(0)] = 1.0
+
+    @abstractmethod
+    def attach(self, model: nn.Module, run: RunContext) -> None:
+        """Prepare the model, before it is sharded or wrapped. Work inside modules' forward, so ZeRO-3 sees it too."""
+
+    def begin(self, inputs: Mapping[str, Any]) -> None:
+        """Get ready for the forward pass of one training micro-batch. A re-run in the backward pass comes without it."""
+
+    def task_loss(self, batch: Batch) -> torch.Tensor | None:
+        """Return a scalar that replaces the task loss (mean over the micro-batch), or ``None`` to leave it."""
+        return None
+
+    def penalty(self, batch: Batch) -> torch.Tensor | None:
+        """Return the unweighted penalty, a scalar averaged over the micro-batch, or ``None``. Called once a forward pass.
+
+        The objective multiplies by ``config.weight`` and keeps it exact under accumulation and over ranks.
+        """
+        return None
+
+    @abstractmethod
+    def detach(self, model: nn.Module) -> None:
+        """Make the model plain again: same classes, same state_dict keys."""
+
+
+class Probe(Plugin):
+    """What is measured about the weights.
+
+    Laws: parameters, buffers, gradients, optimizer state, train/eval mode and RNG state are bit-identical afterwards,
+    also when it raises; the same seed gives the same measurement on any number of ranks, within float tolerance.
+    """
+
+    kind: ClassVar[str] = "probe"
+
+    @abstractmethod
+    def measure(self, subject: Subject) -> Iterable[Measurement]:
+        """Measure ``subject``. Called on every rank; rank 0's measurements are kept."""
+
+
+KINDS: dict[str, type[Plugin]] = {cls.kind: cls for cls in (Strategy, Regularizer, Probe)}
