@@ -2,9 +2,8 @@
 PYTHON ?= python3
 TORCH := 2.13.0
 VENV := .venv
-BIN := $(CURDIR)/$(VENV)/bin
-RUN := PATH="$(BIN):$$PATH"
-PIP := $(BIN)/python -m pip --disable-pip-version-check
+RUN := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 ARGS ?=
 
 # Nothing is fetched from a hub, and caches go with the environment. DeepSpeed compiles its one CPU op there, once.
@@ -50,9 +49,9 @@ bench: venv ## every performance script, quick; each exits 1 when a claim is sho
 	done
 
 # Resolves afresh and installs nothing. The local tag (+cpu) goes; torch pins its own CUDA packages where it has any.
-constraints: $(BIN)/pip ## resolve every dependency again and write constraints.txt; use the oldest supported Python
+constraints: $(VENV)/bin/pip ## resolve every dependency again and write constraints.txt; use the oldest supported Python
 	@{ echo "# Every dependency of tunery[dev], pinned. Made by \`make constraints\`; not edited by hand."; \
-	$(PIP) -qq install --dry-run --ignore-installed --report - torch==$(TORCH) -e ".[dev]" | $(BIN)/python -c 'import json, sys; \
+	$(PIP) -qq install --dry-run --ignore-installed --report - torch==$(TORCH) -e ".[dev]" | $(VENV)/bin/python -c 'import json, sys; \
 	found = [item["metadata"] for item in json.load(sys.stdin)["install"]]; \
 	pins = {meta["name"].lower().replace("_", "-"): meta["version"].split("+")[0] for meta in found}; \
 	skip = ("tunery", "nvidia-", "cuda-", "triton"); \
@@ -63,12 +62,12 @@ clean: ## remove the environment and everything built; runs/ and results/ stay
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(VENV)/installed: pyproject.toml constraints.txt | $(BIN)/pip
+$(VENV)/installed: pyproject.toml constraints.txt | $(VENV)/bin/pip
 	$(PIP) install -c constraints.txt -e ".[dev]"
 	@touch $@
 
 # pip is the last thing a new environment gets: without it the environment is half made, and made again.
-$(BIN)/pip:
+$(VENV)/bin/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "tunery needs Python 3.11 or newer: make PYTHON=python3.11" >&2; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)

@@ -11,6 +11,9 @@ _HOMES = {
     "Trainer": "tunery.core.trainer",
     "PluginTrainerMixin": "tunery.core.trainer",
     "TrainingArguments": "tunery.core.arguments",
+    "LoadedRun": "tunery.core.run",
+    "load_run": "tunery.core.run",
+    "export_run": "tunery.core.run",
     "Strategy": "tunery.registry.contracts",
     "Regularizer": "tunery.registry.contracts",
     "Probe": "tunery.registry.contracts",
@@ -29,6 +32,9 @@ _HOMES = {
 
 if TYPE_CHECKING:
     from .core.arguments import TrainingArguments as TrainingArguments
+    from .core.run import LoadedRun as LoadedRun
+    from .core.run import export_run as export_run
+    from .core.run import load_run as load_run
     from .core.trainer import PluginTrainerMixin as PluginTrainerMixin
     from .core.trainer import Trainer as Trainer
     from .registry.context import Anatomy as Anatomy

@@ -93,7 +93,7 @@ def _start_deepspeed(use_cpu: bool) -> None:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     if use_cpu or not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        if not torch.distributed.is_initialized():
-            import deepspeed
+        import deepspeed
 
-            deepspeed.init_distributed("gloo", verbose=False)
+        # Also where the user has made a process group already: DeepSpeed takes it over only when told.
+        deepspeed.init_distributed("gloo", verbose=False)

@@ -133,6 +133,17 @@ def full_state_dict(model: nn.Module, only_trainable: bool = False) -> dict[str,
     return state
 
 
+def parameter_counts(model: nn.Module) -> dict[str, int]:
+    """Return how many parameters train and how many there are, tied ones once, companions not at all."""
+    hidden = companion_names(model)
+    sizes = [
+        (int(getattr(param, "ds_numel", param.numel())), param.requires_grad)
+        for name, param in model.named_parameters()
+        if name not in hidden
+    ]
+    return {"trainable": sum(size for size, trains in sizes if trains), "total": sum(size for size, _ in sizes)}
+
+
 def _span(param: nn.Parameter) -> tuple[int, int]:
     """Return where this rank's shard begins and ends in the flat full parameter."""
     size = param.ds_tensor.numel()  # type: ignore[attr-defined]
@@ -152,9 +163,9 @@ def _gather(params: Iterable[nn.Parameter], modifier_rank: int | None) -> Any:
     sharded = [param for param in params if is_sharded(param)]
     if not sharded:
         return nullcontext()
-    from deepspeed.zero import GatheredParameters
+    import deepspeed
 
-    return GatheredParameters(sharded, modifier_rank=modifier_rank)
+    return deepspeed.zero.GatheredParameters(sharded, modifier_rank=modifier_rank)
 
 
 @contextmanager

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import glob
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,19 +24,28 @@ BUILT_IN: dict[str, Callable[[], DatasetDict]] = {"python_docs": python_docs.loa
 VALIDATION_NAMES = ("validation", "validation_matched", "dev", "valid", "val")
 
 
+_REMEDY = "check name, configuration, network and HF_HUB_OFFLINE, or give train_file, or a built-in: " + ", ".join(
+    BUILT_IN
+)
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep ``datasets`` from writing: no log lines, since its errors reach the user as ours, and bars only on a terminal."""
+    """Keep ``datasets`` from writing, since its errors reach the user as ours; progress and retries show on a terminal."""
     import datasets
+    from huggingface_hub.utils import logging as hub_logging
 
-    verbosity, bars_off = datasets.logging.get_verbosity(), datasets.are_progress_bars_disabled()
+    verbosity, hub_verbosity = datasets.logging.get_verbosity(), hub_logging.get_verbosity()
+    bars_off = datasets.are_progress_bars_disabled()
     datasets.logging.set_verbosity(logging.CRITICAL)
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
+        hub_logging.set_verbosity(logging.CRITICAL)
     try:
         yield
     finally:
         datasets.logging.set_verbosity(verbosity)
+        hub_logging.set_verbosity(hub_verbosity)
         if not bars_off:
             datasets.enable_progress_bars()
 
@@ -63,7 +72,7 @@ def load_splits(args: DataArguments) -> DatasetDict:
     if args.dataset_name:
         splits = _load_named(args.dataset_name, args.dataset_config_name, args.dataset_revision)
     elif "train" not in given:
-        raise DataError(f"{' and '.join(f'{split}_file' for split in given)} without train_file", remedy="add train_file")
+        raise DataError(f"{' and '.join(f'{split}_file' for split in given)} without train_file")
     else:
         splits = {split: _load_file(Path(path).expanduser()) for split, path in given.items()}
     return _checked(splits, owner=args.dataset_name or str(args.train_file))
@@ -74,7 +83,7 @@ def _load_named(name: str, config: str | None, revision: str | None) -> dict[str
         if config or revision:
             raise DataError(f"{name!r} has no configurations and no revisions", owner="the built-in datasets")
         return dict(BUILT_IN[name]())
-    with _as_data_error(f"dataset {name!r} cannot be loaded", remedy=_remedy(name)):
+    with _as_data_error(f"dataset {name!r} cannot be loaded", remedy=did_you_mean(name, BUILT_IN) or _REMEDY):
         from datasets import load_dataset
 
         loaded = load_dataset(name, config, revision=revision)
@@ -83,19 +92,10 @@ def _load_named(name: str, config: str | None, revision: str | None) -> dict[str
     return {split: loaded[source] for split, source in sources.items() if source in loaded}
 
 
-def _remedy(name: str) -> str:
-    meant = did_you_mean(name, BUILT_IN)
-    if meant:
-        return meant
-    if os.environ.get("HF_HUB_OFFLINE") or os.environ.get("HF_DATASETS_OFFLINE"):
-        return "HF_HUB_OFFLINE is set: unset it, or give train_file, or a built-in: " + ", ".join(BUILT_IN)
-    return "check the name and the network, or give train_file, or a built-in: " + ", ".join(BUILT_IN)
-
-
 def _load_file(path: Path) -> Dataset:
     file_type = FILE_TYPES.get(path.suffix.lower())
     if file_type is None:
-        raise DataError(f"file type {path.suffix or 'without extension'!r} is not known", known=FILE_TYPES, owner=str(path))
+        raise DataError(f"file type {path.suffix!r} is not known", known=FILE_TYPES, owner=str(path))
     if not path.is_file():
         raise DataError(f"file {str(path)!r} does not exist" if not path.exists() else f"{str(path)!r} is not a file")
     if path.stat().st_size == 0:
@@ -103,7 +103,7 @@ def _load_file(path: Path) -> Dataset:
     with _as_data_error("the file cannot be read", owner=str(path), remedy=f"is it valid {file_type}?"):
         from datasets import load_dataset
 
-        return load_dataset(file_type, data_files=str(path), split="train")
+        return load_dataset(file_type, data_files=glob.escape(str(path)), split="train")
 
 
 @contextmanager
@@ -116,17 +116,17 @@ def _as_data_error(asked: str, **details: Any) -> Iterator[None]:
     except (DatasetsError, OSError, ValueError, KeyError) as error:
         reason = str(error.__cause__ or error)
         if "corresponds to no data" in reason:
-            reason = "it has no rows"
+            raise DataError("there are no rows", owner=details.get("owner", "")) from error
         raise DataError(f"{asked}: {' '.join(reason.split())[:300]}", **details) from error
 
 
 def _checked(splits: dict[str, Dataset], owner: str) -> DatasetDict:
-    from datasets import Dataset, DatasetDict
+    from datasets import DatasetDict
 
     if "train" not in splits:
         raise DataError("there is no 'train' split", known=splits, owner=owner)
     for name, split in splits.items():
-        if not isinstance(split, Dataset) or not split.num_rows:
+        if not split.num_rows:
             raise DataError(f"split {name!r} has no rows", owner=owner)
     return DatasetDict(splits)
 
@@ -136,7 +136,7 @@ def hold_out(train: Dataset, fraction: float, seed: int, *, by_class: bool) -> t
 
     Args:
         train: the rows; with ``by_class`` they have a column ``labels`` of class numbers.
-        fraction: share held out, of every class with ``by_class``. Every class keeps at least one training row.
+        fraction: share held out, of every class with ``by_class``: at least one row of it, and never the last one.
         seed: the same seed gives the same rows.
         by_class: whether to split class by class.
 
@@ -144,7 +144,7 @@ def hold_out(train: Dataset, fraction: float, seed: int, *, by_class: bool) -> t
         What is left for training, and what was held out.
 
     Raises:
-        DataError: there are too few rows to hold one out.
+        DataError: there are no two rows of a kind to hold one out of.
     """
     import numpy as np
 
@@ -153,12 +153,12 @@ def hold_out(train: Dataset, fraction: float, seed: int, *, by_class: bool) -> t
     held = []
     for group in np.unique(groups):
         members = random.permutation(np.flatnonzero(groups == group))
-        held.append(members[: min(round(fraction * len(members)), len(members) - 1)])
+        held.append(members[: min(max(1, round(fraction * len(members))), len(members) - 1)])
     chosen = np.sort(np.concatenate(held))
     if not len(chosen):
         raise DataError(
-            f"{train.num_rows} rows are too few to hold out validation_fraction={fraction}",
-            remedy="give a validation split or a larger fraction",
+            f"{train.num_rows} training rows are too few to hold some out for validation",
+            remedy="give validation_file, or a dataset with a validation split",
         )
     return train.select(np.setdiff1d(np.arange(train.num_rows), chosen)), train.select(chosen)
 

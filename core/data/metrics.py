@@ -2,9 +2,9 @@
 
 What is left open where a formula has no answer is settled here, and no metric ever warns:
 
-* a logit or prediction that is not a number: every metric is ``nan`` (the model diverged);
-* ``pearson`` and ``spearman`` of constant predictions, constant labels or fewer than two rows: 0, no relation is shown;
-* ``matthews_correlation`` of a single predicted or labelled class: 0, as scikit-learn has it;
+* a logit that is not a number, a regression prediction that is not finite: every metric is ``nan``, the model diverged;
+* ``pearson``, ``spearman`` and ``matthews_correlation`` of constant predictions, constant labels or fewer than two rows:
+  0, no relation is shown;
 * ``f1`` without a positive prediction or label: 0; ``macro_f1`` averages over the classes that are labelled or predicted;
 * ``perplexity`` beyond the largest float: ``inf``.
 """
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from transformers import EvalPrediction
 
 Metric = Callable[["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"], float]
+
+
+def _is_constant(labels: np.ndarray[Any, Any], predictions: np.ndarray[Any, Any]) -> bool:
+    return len(labels) < 2 or labels.min() == labels.max() or predictions.min() == predictions.max()
 
 
 def _accuracy(labels: np.ndarray[Any, Any], predictions: np.ndarray[Any, Any]) -> float:
@@ -44,14 +48,8 @@ def _macro_f1(labels: np.ndarray[Any, Any], predictions: np.ndarray[Any, Any]) -
 def _matthews_correlation(labels: np.ndarray[Any, Any], predictions: np.ndarray[Any, Any]) -> float:
     from sklearn.metrics import matthews_corrcoef
 
-    # scikit-learn warns where it meets a single label, the case settled above.
-    if labels.min() == labels.max() or predictions.min() == predictions.max():
-        return 0.0
-    return float(matthews_corrcoef(labels, predictions))
-
-
-def _is_constant(labels: np.ndarray[Any, Any], predictions: np.ndarray[Any, Any]) -> bool:
-    return len(labels) < 2 or labels.min() == labels.max() or predictions.min() == predictions.max()
+    # scikit-learn gives the same 0 and warns.
+    return 0.0 if _is_constant(labels, predictions) else float(matthews_corrcoef(labels, predictions))
 
 
 def _pearson(labels: np.ndarray[Any, Any], predictions: np.ndarray[Any, Any]) -> float:
@@ -137,8 +135,9 @@ def compute_metrics(task: Task) -> Callable[[EvalPrediction], dict[str, float]] 
         outputs = evaluation.predictions
         logits = np.asarray(outputs[0] if isinstance(outputs, tuple) else outputs)
         labels = np.asarray(evaluation.label_ids)
-        if np.isnan(logits).any():
-            return {name: math.nan for name in task.metrics}
+        diverged = ~np.isfinite(logits) if task.kind is TaskKind.REGRESSION else np.isnan(logits)
+        if diverged.any():
+            return dict.fromkeys(task.metrics, math.nan)
         predictions = logits.reshape(len(labels)) if task.kind is TaskKind.REGRESSION else logits.argmax(axis=-1)
         return _scores(task, labels, predictions)
 
@@ -153,7 +152,10 @@ def _scores(task: Task, labels: np.ndarray[Any, Any], predictions: np.ndarray[An
 
 
 def add_perplexity(metrics: Mapping[str, float], prefix: str = "eval") -> dict[str, float]:
-    """Return ``metrics`` with ``<prefix>_perplexity`` = exp(``<prefix>_loss``, in nats a token) beside the loss."""
+    """Return ``metrics`` with ``<prefix>_perplexity`` = exp(``<prefix>_loss``), the loss in nats a token, beside the loss.
+
+    The Trainer's loss is a mean over rows: exact for blocks, which have equally many tokens each.
+    """
     loss = metrics[f"{prefix}_loss"]
     try:
         perplexity = math.exp(loss)

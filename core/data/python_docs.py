@@ -170,7 +170,7 @@ def _definitions(parent: ast.AST, prefix: str = "", in_class: bool = False) -> I
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node, "method" if in_class else "function", prefix + node.name
             yield from _definitions(node, f"{prefix}{node.name}.")
-        else:
+        elif not isinstance(node, ast.expr):
             yield from _definitions(node, prefix, in_class)
 
 

