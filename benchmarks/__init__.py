@@ -1,0 +1,1 @@
+"""Measurements of tunery itself and of the methods it carries."""

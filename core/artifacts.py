@@ -100,7 +100,9 @@ def git_state() -> dict[str, Any] | None:
     """Return commit and cleanliness of the working directory's repository, ``None`` outside one."""
     try:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True)
-        status = subprocess.run(["git", "status", "--porcelain"], capture_output=True, text=True, timeout=10, check=True)
+        status = subprocess.run(
+            ["git", "status", "--porcelain"], capture_output=True, text=True, timeout=10, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return {"commit": commit.stdout.strip(), "clean": not status.stdout.strip()}
@@ -141,7 +143,8 @@ def manifest(run: RunContext, base: Mapping[str, Any], plugins: Iterable[Mapping
 def seal(folder: Path, content: Mapping[str, Any]) -> None:
     """Write the manifest of a folder, last: with it the folder is whole. Every weight file is recorded with its hash."""
     files = {
-        path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(folder.glob("*.safetensors"))
+        path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        for path in sorted(folder.glob("*.safetensors"))
     }
     write_json(folder / MANIFEST, {**content, "files": files})
 
@@ -181,7 +184,9 @@ def _check_file(path: Path, expected: Mapping[str, Any]) -> None:
         raise ArtifactError(f"{path} is missing", owner=str(path.parent / MANIFEST))
     size = path.stat().st_size
     if size != expected["bytes"]:
-        raise ArtifactError(f"{path} has {size} bytes instead of {expected['bytes']}", remedy="it is damaged: copy it again")
+        raise ArtifactError(
+            f"{path} has {size} bytes instead of {expected['bytes']}", remedy="it is damaged: copy it again"
+        )
     if _sha256(path) != expected["sha256"]:
         raise ArtifactError(f"{path} does not match its hash in {MANIFEST}", remedy="it is damaged: copy it again")
 
@@ -251,9 +256,11 @@ def _load_adapter(model: nn.Module, path: Path) -> None:
     if not isinstance(model, PeftModel):
         raise ArtifactError(f"{path} is an adapter and {type(model).__name__} has none")
     state = _read(path)
-    result = set_peft_model_state_dict(model, state)
+    result: Any = set_peft_model_state_dict(model, state)
     if result.unexpected_keys:
-        raise ArtifactError(f"{path} holds {result.unexpected_keys[0]!r}, which {type(model.get_base_model()).__name__} lacks")
+        raise ArtifactError(
+            f"{path} holds {result.unexpected_keys[0]!r}, which {type(model.get_base_model()).__name__} lacks"
+        )
 
 
 def _load_full(model: nn.Module, folder: Path) -> None:

@@ -93,7 +93,7 @@ def train(
 
     result = run_train(options)
     if options.training.process_index == 0:
-        show_result(result, Path(options.training.output_dir))
+        show_result(result, options.output_dir)
 
 
 def export(
@@ -134,10 +134,10 @@ def probe(
 
 def env() -> None:
     """Print versions, accelerators and plugins: what a bug report needs."""
+    import torch
+
     from .artifacts import versions
     from .console import show_mapping
-
-    import torch
 
     facts: dict[str, Any] = dict(versions())
     facts["platform"] = sys.platform

@@ -27,9 +27,9 @@ def calm() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     import transformers
 
-    transformers.logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     if not sys.stderr.isatty():
-        transformers.logging.disable_progress_bar()
+        transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _console() -> Console:
@@ -39,7 +39,9 @@ def _console() -> Console:
 def show_result(result: Mapping[str, Any], output_dir: Path) -> None:
     """Print the result of a run beside its baselines."""
     metric = result["main_metric"]
-    table = Table(title=f"{result['task']}, {result['examples'].get('validation', 0)} validation examples", title_justify="left")
+    table = Table(
+        title=f"{result['task']}, {result['examples'].get('validation', 0)} validation examples", title_justify="left"
+    )
     for column in ("method", metric.replace("_", " "), "trainable parameters", "seconds"):
         table.add_column(column, justify="left" if column == "method" else "right")
     name = ", ".join(plugin["name"] for plugin in result["plugins"] if plugin["kind"] != "probe") or "as given"
@@ -169,7 +171,9 @@ def _type_name(annotation: Any) -> str:
 def _default(item: dataclasses.Field[Any]) -> str:
     if item.default is not dataclasses.MISSING:
         return json.dumps(item.default, default=str)
-    return "required" if item.default_factory is dataclasses.MISSING else json.dumps(item.default_factory(), default=str)
+    return (
+        "required" if item.default_factory is dataclasses.MISSING else json.dumps(item.default_factory(), default=str)
+    )
 
 
 def _meaning(config: type, name: str) -> str:

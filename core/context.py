@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from peft import PeftModel
 from torch import nn
 from transformers.models.auto import modeling_auto as auto
 
@@ -23,7 +24,7 @@ _KINDS = (
 
 def infer_task(model: nn.Module) -> Task:
     """Tell the task from the model's class and config: a classifier with one label is a regression."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
     config = getattr(base, "config", None)
     kind = TaskKind.OTHER
     for mapping, candidate in _KINDS:

@@ -146,7 +146,7 @@ class Objective:
 
 def _count(batch: Mapping[str, Any], shifts_labels: bool) -> torch.Tensor:
     """Count valid labels and rows of one micro-batch: a tensor (2,) where the labels are, no synchronisation."""
-    rows = find_batch_size(batch) or 1
+    rows = find_batch_size(batch) or 1  # type: ignore[no-untyped-call]
     labels = batch.get("shift_labels", batch.get("labels"))
     if not isinstance(labels, torch.Tensor):
         return torch.tensor([rows, rows], dtype=torch.float64)

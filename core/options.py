@@ -62,6 +62,11 @@ class Options:
     training: TrainingArguments
     given: Mapping[str, Any]
 
+    @property
+    def output_dir(self) -> Path:
+        """Folder of the run."""
+        return Path(self.training.output_dir or "tmp_trainer")
+
     def replace(self, **changes: Any) -> Options:
         """Return the options with some keys changed; ``None`` goes back to the default."""
         merged = {key: value for key, value in {**self.given, **changes}.items() if value is not None}

@@ -26,7 +26,10 @@ def plot_training_curve(history: Sequence[Mapping[str, Any]], path: Path, title:
     FigureCanvasAgg(figure)
     losses = figure.add_subplot()
     drawn = []
-    for key, label, colour, style in (("loss", "training loss", "C0", "-"), ("eval_loss", "evaluation loss", "C3", "o-")):
+    for key, label, colour, style in (
+        ("loss", "training loss", "C0", "-"),
+        ("eval_loss", "evaluation loss", "C3", "o-"),
+    ):
         points = [(row["step"], row[key]) for row in history if key in row]
         if points:
             drawn += losses.plot(*zip(*points, strict=True), style, color=colour, label=label, markersize=4)
@@ -35,7 +38,9 @@ def plot_training_curve(history: Sequence[Mapping[str, Any]], path: Path, title:
     points = [(row["step"], row[f"eval_{metric}"]) for row in history if f"eval_{metric}" in row]
     if metric and points:
         scores = losses.twinx()
-        drawn += scores.plot(*zip(*points, strict=True), "s--", color="C2", label=metric.replace("_", " "), markersize=4)
+        drawn += scores.plot(
+            *zip(*points, strict=True), "s--", color="C2", label=metric.replace("_", " "), markersize=4
+        )
         scores.set_ylabel(metric.replace("_", " "))
     if drawn:
         losses.legend(handles=drawn, loc="best", frameon=False)

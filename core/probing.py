@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -89,7 +88,15 @@ class MeasurementLog:
     def append(self, probe: str, moment: str, step: int, measurements: Sequence[Measurement]) -> None:
         """Append measurements of one probe at one moment."""
         rows = [
-            {"probe": probe, "moment": moment, "step": step, "name": m.name, "value": m.value, "unit": m.unit, **m.where}
+            {
+                "probe": probe,
+                "moment": moment,
+                "step": step,
+                "name": m.name,
+                "value": m.value,
+                "unit": m.unit,
+                **m.where,
+            }
             for m in measurements
         ]
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -127,7 +134,7 @@ class Probing:
         self,
         moment: str,
         subject: Subject,
-        report: Callable[[Mapping[str, Any]], None],
+        report: Callable[[dict[str, float]], None],
         observe: Callable[[Measurement], None],
     ) -> None:
         """Run every probe at ``moment``; rank 0 writes the log, reports overall values and tells observers.
@@ -143,4 +150,3 @@ class Probing:
                 for measurement in measurements:
                     observe(measurement)
             report({f"probe/{probe.name}/{m.name}": m.value for m in measurements if not m.where})
-

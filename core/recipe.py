@@ -86,22 +86,29 @@ class Recipe:
             asked = f"{item.entry.kind} {item.entry.name!r}"
             if supports.tasks is not None and run.task.kind not in supports.tasks:
                 known = sorted(kind.value for kind in supports.tasks)
-                raise CompatibilityError(f"{asked} does not take task kind {run.task.kind.value!r}", known=known, owner=owner)
+                raise CompatibilityError(
+                    f"{asked} does not take task kind {run.task.kind.value!r}", known=known, owner=owner
+                )
             if run.sharding.zero_stage not in supports.zero_stages:
                 known = [f"zero{stage}" if stage else "no DeepSpeed" for stage in sorted(supports.zero_stages)]
-                raise CompatibilityError(f"{asked} does not run on ZeRO-{run.sharding.zero_stage}", known=known, owner=owner)
+                raise CompatibilityError(
+                    f"{asked} does not run on ZeRO-{run.sharding.zero_stage}", known=known, owner=owner
+                )
             if run.activation_checkpointing and not supports.activation_checkpointing:
                 raise CompatibilityError(
                     f"{asked} does not go with activation_checkpointing", owner=owner, remedy="leave one of them out"
                 )
             for other in sorted(names & supports.excludes):
-                raise CompatibilityError(f"{asked} does not go with {other!r}", owner=owner, remedy="leave one of them out")
+                raise CompatibilityError(
+                    f"{asked} does not go with {other!r}", owner=owner, remedy="leave one of them out"
+                )
             if supports.needs_anatomy:
                 run.anatomy(model)
         replacing = [r.name for r in self.regularizers if type(r).task_loss is not Regularizer.task_loss]
         if len(replacing) > 1:
             raise CompatibilityError(
-                f"regularizers {', '.join(map(repr, replacing))} each replace the task loss", remedy="choose one of them"
+                f"regularizers {', '.join(map(repr, replacing))} each replace the task loss",
+                remedy="choose one of them",
             )
 
 

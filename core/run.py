@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, set_seed
+from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, set_seed
 
 from ..registry.context import RunContext, Subject, Task
 from ..registry.errors import ArtifactError, RecipeError
@@ -55,7 +55,7 @@ def train(options: Options) -> dict[str, Any]:
     Raises:
         TuneryError: anything a user can mend; nothing has been trained then.
     """
-    args, output_dir = options.training, Path(options.training.output_dir)
+    args, output_dir = options.training, options.output_dir
     choose(args.strategy, args.regularizers, args.probes)  # a wrong name should cost no loading of models
     resume = _prepare_output(options, output_dir)
 
@@ -81,17 +81,20 @@ def train(options: Options) -> dict[str, Any]:
     started = time.monotonic()
     outcome = trainer.train(resume_from_checkpoint=resume)
     seconds = time.monotonic() - started
-    metrics = add_perplexity(_final_metrics(trainer)) if data.task.kind.is_language_modelling else _final_metrics(trainer)
+    metrics = (
+        add_perplexity(_final_metrics(trainer)) if data.task.kind.is_language_modelling else _final_metrics(trainer)
+    )
     trainer.save_model()
     trainer.save_state()
 
+    trained: Any = trainer.model
     result = {
         "task": data.task.name,
         "metrics": {key.removeprefix("eval_"): value for key, value in metrics.items()},
         "main_metric": data.task.metrics[0] if data.task.metrics else "loss",
         "train_loss": outcome.training_loss,
         "examples": {name: len(split) for name, split in data.splits.items()},
-        "parameters": parameter_counts(trainer.model) | {"stored": stored_parameters(output_dir)},
+        "parameters": parameter_counts(trained) | {"stored": stored_parameters(output_dir)},
         "seconds": seconds,
         "peak_memory_bytes": peak_memory(),
         "seed": args.seed,
@@ -101,7 +104,10 @@ def train(options: Options) -> dict[str, Any]:
     }
     if trainer.is_world_process_zero():
         plot_training_curve(
-            trainer.state.log_history, output_dir / CURVE, f"{data.task.name}: {args.strategy or 'as given'}", result["main_metric"]
+            trainer.state.log_history,
+            output_dir / CURVE,
+            f"{data.task.name}: {args.strategy or 'as given'}",
+            result["main_metric"],
         )
     if options.run.baselines:
         result["baselines"] = {name: _baseline(options, name, data) for name in options.run.baselines}
@@ -142,7 +148,7 @@ def _baseline(options: Options, name: str, data: Any) -> dict[str, Any]:
     if name == MAJORITY:
         train_labels, labels = data.splits["train"]["labels"], data.splits["validation"]["labels"]
         return {"metrics": majority_baseline(data.task, train_labels, labels), "parameters": {"trainable": 0}}
-    folder = Path(options.training.output_dir) / "baselines" / name.replace(":", "-").replace("=", "").replace(",", "-")
+    folder = options.output_dir / "baselines" / name.replace(":", "-").replace("=", "").replace(",", "-")
     if (folder / RESULT).is_file():  # an interrupted run had finished this baseline
         return dict(json.loads((folder / RESULT).read_text(encoding="utf-8")))
     changes = {"strategy": name, "output_dir": str(folder), "baselines": None, "regularizers": None, "probes": None}
@@ -243,7 +249,9 @@ def _empty_model(folder: Path, class_name: str) -> Any:
 
 def _base_model(base: Mapping[str, Any], task: Task) -> Any:
     if not base["name_or_path"]:
-        raise ArtifactError("the run does not name its base model", remedy="train from a hub name, folder or package: reference")
+        raise ArtifactError(
+            "the run does not name its base model", remedy="train from a hub name, folder or package: reference"
+        )
     kwargs: dict[str, Any] = {} if task.kind.is_language_modelling or not task.num_labels else label_config(task)
     return load_class(base["class"], base["name_or_path"], **kwargs)
 
@@ -265,12 +273,16 @@ def export_run(folder: str | Path, output_dir: str | Path, *, merge: bool = Fals
     model: Any = loaded.model if strategy is None else strategy.export(loaded.model, loaded.run, merge=merge)
     with folder_in_place(target) as temporary:
         model.save_pretrained(temporary)
-        for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt", "merges.txt",
-                     "vocab.json", "tokenizer.model", "chat_template.jinja", "preprocessor_config.json"):
-            if (folder / name).is_file():
-                shutil.copyfile(folder / name, temporary / name)
+        _copy_processor(folder, temporary)
         seal(temporary, {key: value for key, value in loaded.manifest.items() if key != "files"})
     return target
+
+
+def _copy_processor(folder: Path, target: Path) -> None:
+    """Write the tokenizer or image processor that a run saved beside its weights."""
+    for file, auto in (("tokenizer_config.json", AutoTokenizer), ("preprocessor_config.json", AutoImageProcessor)):
+        if (folder / file).is_file():
+            auto.from_pretrained(folder).save_pretrained(target)
 
 
 def probe_run(probe: str, folder: str | Path) -> list[dict[str, Any]]:

@@ -47,7 +47,8 @@ class ModelSharding:
         if not is_sharded(param):
             return param.detach().reshape(-1)
         start, stop = _span(param)
-        return param.ds_tensor.detach()[: stop - start]  # type: ignore[attr-defined]
+        shard: torch.Tensor = param.ds_tensor  # type: ignore[attr-defined]
+        return shard.detach()[: stop - start]
 
     def local_of(self, param: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
         """Cut out of ``full`` what corresponds to :meth:`local`."""
@@ -192,7 +193,7 @@ def _hide(module: nn.Module, name: str) -> None:
 
         hooks: list[RemovableHandle] = [
             module.register_state_dict_post_hook(drop),  # type: ignore[no-untyped-call]
-            module.register_load_state_dict_post_hook(forgive),
+            module.register_load_state_dict_post_hook(forgive),  # type: ignore[no-untyped-call]
         ]
         setattr(module, _COMPANIONS, (names, hooks))
     getattr(module, _COMPANIONS)[0].add(name)

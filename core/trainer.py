@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import transformers
@@ -18,18 +18,22 @@ from peft import PeftModel
 from torch import nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints, set_seed
 
-from ..registry.context import Subject, Task
+from ..registry.context import RunContext, Subject, Task
 from ..registry.errors import ArtifactError, CompatibilityError, RecipeError
-from .arguments import TrainingArguments
+from .arguments import PROBE_MOMENTS, TrainingArguments
 from .artifacts import describe_base, last_checkpoint, manifest, read_manifest, seal
 from .context import infer_task, make_context
 from .objective import Objective
 from .probing import Probing, Snapshot
-from .recipe import choose, observe
+from .recipe import Recipe, choose, observe
 from .sharding import companion_names
 
-# The mixin stands in front of any subclass of Trainer; only the type checker is told so.
-_Trainer = transformers.Trainer if TYPE_CHECKING else object
+if TYPE_CHECKING:
+    # The mixin stands in front of any subclass of Trainer; only the type checker is told so.
+    from transformers import Trainer as _Trainer
+else:
+    _Trainer = object
+
 _PLUGIN_FIELDS = ("strategy", "regularizers", "probes")
 _STAGING = ".saving"
 _WRITING = ".writing-"
@@ -59,7 +63,9 @@ class PluginTrainerMixin(_Trainer):
         **kwargs: Any,
     ) -> None:
         if isinstance(model, str):
-            raise RecipeError(f"model {model!r} is a name", remedy="load it first: AutoModelFor....from_pretrained(name)")
+            raise RecipeError(
+                f"model {model!r} is a name", remedy="load it first: AutoModelFor....from_pretrained(name)"
+            )
         args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
         self.recipe = choose(*(getattr(args, field, None) for field in _PLUGIN_FIELDS))
         self._given_task = task
@@ -70,13 +76,23 @@ class PluginTrainerMixin(_Trainer):
         if model is not None:
             model = self._equip(model, args)
         super().__init__(model=model, args=args, **kwargs)
-        self._trust_causal_losses_only()
+        # Only causal-LM losses really divide by num_items_in_batch (transformers#47688).
+        self.model_accepts_loss_kwargs = bool(self.model_accepts_loss_kwargs and self._loss_shifts_labels)
         self.add_callback(_Moments(self))
 
     # ---- building the model
 
+    recipe: Recipe
+    run: RunContext
+    objective: Objective
+
     def _equip(self, model: nn.Module, args: Any) -> nn.Module:
         """Give the model its strategy and regularizers, before anything is moved, sharded or wrapped."""
+        # Files hold the names of the live model. transformers writes those of the checkpoint the model came from
+        # (BERT's LayerNorm.gamma), which its own resume then skips without an error.
+        for module in model.modules():
+            if isinstance(module, transformers.PreTrainedModel):
+                module._weight_conversions = []  # type: ignore[assignment]
         self.run = make_context(model, args, self._given_task or infer_task(model))
         self.recipe.check(model, self.run)
         self._base = describe_base(model, self.run, self._base_reference)
@@ -84,7 +100,8 @@ class PluginTrainerMixin(_Trainer):
         if strategy is not None:
             if isinstance(model, PeftModel):
                 raise CompatibilityError(
-                    f"the model already is a {type(model).__name__}", remedy="hand in the base model or leave strategy out"
+                    f"the model already is a {type(model).__name__}",
+                    remedy="hand in the base model or leave strategy out",
                 )
             model = strategy.prepare(model, self.run)
         self._reference = Snapshot(model, self.run.sharding) if self.recipe.probes else None
@@ -100,16 +117,17 @@ class PluginTrainerMixin(_Trainer):
         self.recipe = choose(*(getattr(args, field, None) for field in _PLUGIN_FIELDS))
         return self._equip(model, args)
 
+    @property
+    def _equipped(self) -> nn.Module:
+        """The model, not wrapped, as the type checker should know it."""
+        return cast(nn.Module, self.model)
+
     def detach(self) -> None:
         """Take every regularizer off the model, which is plain again afterwards."""
         for regularizer in reversed(self.recipe.regularizers):
-            regularizer.detach(self.model)
+            regularizer.detach(self._equipped)
 
     # ---- the loss
-
-    def _trust_causal_losses_only(self) -> None:
-        """Let only causal-LM losses count as normalised by ``num_items_in_batch`` (transformers#47688)."""
-        self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs and self._loss_shifts_labels
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
         """Fetch the micro-batches of one optimizer step and weigh them."""
@@ -166,11 +184,17 @@ class PluginTrainerMixin(_Trainer):
     def _checkpoint_to_resume(self, asked: str | bool | None) -> str | None:
         if asked is None or asked is False:
             return None
-        run_dir = Path(self.args.output_dir)
+        run_dir = self._run_dir
         folder = last_checkpoint(run_dir) if asked is True else Path(asked)
         if folder is None:
             raise ArtifactError(f"no whole checkpoint in {run_dir}", remedy="train without --resume_from_checkpoint")
-        recorded = read_manifest(folder)["base_model"]
+        content = read_manifest(folder)
+        recorded, strategies = content["base_model"], [p["name"] for p in content["plugins"] if p["kind"] == "strategy"]
+        if strategies != [chosen.entry.name for chosen in self.recipe.chosen if chosen.entry.kind == "strategy"]:
+            raise ArtifactError(
+                f"{folder} was trained with strategy {', '.join(strategies) or 'none'}",
+                remedy="resume with the same one",
+            )
         if self.model_init is None and recorded["fingerprint"] != self._base["fingerprint"]:
             raise ArtifactError(
                 f"{folder} was trained on another base model: {recorded['name_or_path'] or recorded['class']}",
@@ -183,23 +207,27 @@ class PluginTrainerMixin(_Trainer):
         if self._reference is None:
             return
         subject = Subject(
-            model=self.model,
+            model=self._equipped,
             run=self.run,
             reference=self._reference,
             evaluate=self._evaluate_quietly if self.eval_dataset is not None else None,
             step=self.state.global_step,
         )
-        moments: Sequence[str] = self.args.probe_moments
-        probing = Probing(self.recipe.probes, moments, Path(self.args.output_dir))
+        moments: Sequence[str] = getattr(self.args, "probe_moments", PROBE_MOMENTS)
+        probing = Probing(self.recipe.probes, moments, self._run_dir)
         if moment == "begin" and subject.run.sharding.rank == 0:
             probing.log.rewind(subject.step or -1)
         if moment != "begin" or subject.step == 0:
             probing.at(moment, subject, self.log, lambda m: observe("tunery_measured", run=self.run, measurement=m))
 
+    @property
+    def _run_dir(self) -> Path:
+        return Path(self.args.output_dir or "tmp_trainer")
+
     def _evaluate_quietly(self) -> Mapping[str, float]:
         loader = self.get_eval_dataloader()
         output = self.evaluation_loop(loader, description="Probe", metric_key_prefix="eval")
-        return dict(output.metrics)
+        return dict(output.metrics or {})
 
     # ---- files: whole or not at all
 
@@ -244,9 +272,9 @@ class PluginTrainerMixin(_Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Write weights, config, tokenizer and manifest; each file is renamed into place, the manifest last."""
-        target = Path(output_dir if output_dir is not None else self.args.output_dir)
+        target = self._run_dir if output_dir is None else Path(output_dir)
         if state_dict is not None:
-            hidden = companion_names(self.model)
+            hidden = companion_names(self._equipped)
             state_dict = {key: value for key, value in state_dict.items() if key not in hidden}
         temporary = target / f"{_WRITING}{os.getpid()}"
         if self.args.should_save:

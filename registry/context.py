@@ -147,10 +147,14 @@ class Sharding(Protocol):
         ...
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """Rank of this process, 0 alone."""
+        ...
 
     @property
-    def world_size(self) -> int: ...
+    def world_size(self) -> int:
+        """Number of processes, 1 alone."""
+        ...
 
     def gathered(self, params: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
         """Inside, every parameter has its full shape on every rank; for reading only."""

@@ -1,18 +1,18 @@
 """The exception tree. Every error a user can cause is one line: what was asked, what is known, whose it is, what to do.
 
-    TuneryError                    anything a user can mend; the command line prints it on one line and exits with 2
-    ├── SelectionError             a selection that cannot be read: "mixout:p=", {"nme": "mixout"}, 3
-    │   └── ConfigError            a selection that reads well, with a key or a value its plugin does not take
-    ├── PluginError                something about a plugin itself
-    │   ├── UnknownPluginError     nobody installed offers that name
-    │   ├── BrokenPluginError      the plugin is installed and failed to load
-    │   ├── DuplicatePluginError   two distributions offer one name
-    │   └── InvalidPluginError     a class that does not meet its contract
-    ├── CompatibilityError         plugins, model, task or ZeRO stage that do not go together
-    ├── AnatomyError               a model whose parts tunery does not know
-    ├── RecipeError                a recipe file or a flag that cannot be read
-    ├── DataError                  a data set that cannot be read or does not fit the task
-    └── ArtifactError              a run, checkpoint or adapter that cannot be loaded
+TuneryError                    anything a user can mend; the command line prints it on one line and exits with 2
+├── SelectionError             a selection that cannot be read: "mixout:p=", {"nme": "mixout"}, 3
+│   └── ConfigError            a selection that reads well, with a key or a value its plugin does not take
+├── PluginError                something about a plugin itself
+│   ├── UnknownPluginError     nobody installed offers that name
+│   ├── BrokenPluginError      the plugin is installed and failed to load
+│   ├── DuplicatePluginError   two distributions offer one name
+│   └── InvalidPluginError     a class that does not meet its contract
+├── CompatibilityError         plugins, model, task or ZeRO stage that do not go together
+├── AnatomyError               a model whose parts tunery does not know
+├── RecipeError                a recipe file or a flag that cannot be read
+├── DataError                  a data set that cannot be read or does not fit the task
+└── ArtifactError              a run, checkpoint or adapter that cannot be loaded
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ plugins come in through the same entry-point group as everyone's.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import os
 import traceback
@@ -47,27 +48,22 @@ class Loaded:
                 self._load(point)
 
     def _load(self, point: EntryPoint) -> None:
-        version = point.dist.version if point.dist is not None else "unknown"
-        origin = Origin(distribution=_distribution(point), version=version, module=point.module)
+        name = point.value.partition(":")[0].strip()  # point.module raises where the value is no module's name
+        origin = Origin(distribution=_distribution(point), version=_metadata(point, "Version"), module=name)
         try:
-            module = importlib.import_module(point.module)
-            origin = Origin(
-                distribution=origin.distribution,
-                version=version,
-                module=point.module,
-                file=getattr(module, "__file__", None) or "",
-            )
+            module = importlib.import_module(name)
+            origin = dataclasses.replace(origin, file=getattr(module, "__file__", None) or "")
             if not self.manager.is_registered(module):
                 self._register(module, origin)
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # a module that calls sys.exit() is as broken as any
+        except BaseException as error:  # noqa: BLE001  # a module that calls sys.exit() is as broken as any
             last = traceback.format_exception_only(error)[-1].strip()
             self.catalog.broken.append(Broken(name=point.name, origin=origin, error=" ".join(last.split())))
 
     def _register(self, module: ModuleType, origin: Origin) -> None:
-        self.manager.register(module, name=f"{origin.distribution}:{origin.module}")
         try:
+            self.manager.register(module, name=f"{origin.distribution}:{origin.module}")
             self.manager.check_pending()  # a misspelt hook is an error, not silence
             found = []
             for hook in _KIND_HOOKS:
@@ -82,13 +78,21 @@ class Loaded:
             raise
         if not self.manager.get_hookcallers(module):
             self.manager.unregister(module)
-            raise BrokenPluginError(f"module {origin.module} implements no hook of tunery", remedy="mark one with @hookimpl")
+            raise BrokenPluginError(
+                f"module {origin.module} implements no hook of tunery", remedy="mark one with @hookimpl"
+            )
         for key, entries in trial.entries.items():
             self.catalog.entries.setdefault(key, []).extend(entries)
 
 
 def _distribution(point: EntryPoint) -> str:
-    return point.dist.name if point.dist is not None else "unknown"
+    return _metadata(point, "Name")
+
+
+def _metadata(point: EntryPoint, key: str) -> str:
+    """Return a field of the distribution's metadata, which a broken installation may lack altogether."""
+    metadata = point.dist.metadata if point.dist is not None else None
+    return (metadata.get(key) if metadata is not None else None) or "unknown"
 
 
 def disabled_names() -> frozenset[str]:

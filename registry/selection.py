@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from .errors import ConfigError, SelectionError, did_you_mean
+from .errors import ConfigError, InvalidPluginError, SelectionError, did_you_mean
 
 if TYPE_CHECKING:
-    from pydantic import TypeAdapter
+    from pydantic import TypeAdapter, ValidationError
 
     from .contracts import Plugin
 
@@ -27,6 +27,8 @@ FORMS = ("'name'", "'name:key=value,key=value'", "{'name': ..., key: value}", "a
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 _CLOSING = {"[": "]", "{": "}", "(": ")"}
+# A quoted text, a word (it may hold a quote: don't), or one character.
+_TOKEN = re.compile(r"""\"(?:[^"\\]|\\.)*\"|'[^']*'|[^\s,=:\[\]{}()"'][^\s,=:\[\]{}()]*|.""", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,8 @@ class Selection:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """Return the string form, which :func:`parse_selection` reads back to an equal selection."""
-        options = ",".join(f"{key}={json.dumps(value, allow_nan=True)}" for key, value in self.options.items())
+        """Return the string form, which :func:`parse_selection` reads back to an equal selection if options are plain data."""
+        options = ",".join(f"{key}={json.dumps(value, default=repr)}" for key, value in self.options.items())
         return f"{self.name}:{options}" if options else self.name
 
 
@@ -48,7 +50,7 @@ def parse_selections(value: object, kind: str) -> tuple[Selection, ...]:
     Raises:
         SelectionError: a selection that cannot be read, or one name twice.
     """
-    if value is None or value == "":
+    if value is None or (isinstance(value, str) and not value.strip()):
         return ()
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = _flow(value, kind)
@@ -82,6 +84,7 @@ def configure(cls: type[Plugin], selection: Selection, owner: str) -> Any:
 
     Raises:
         ConfigError: an unknown key, a wrong type or a value out of range; names plugin, field, value and what is allowed.
+        InvalidPluginError: a Config whose annotations cannot be resolved or validated.
     """
     asked = f"{cls.kind} {cls.name!r}"
     fields = {item.name: item for item in dataclasses.fields(cls.Config)}
@@ -96,46 +99,60 @@ def configure(cls: type[Plugin], selection: Selection, owner: str) -> Any:
         else:
             known = [name for name in fields if name != open_field]
             raise ConfigError(
-                f"{asked} has no option {key!r}", known=known or ["no options"], owner=owner, remedy=did_you_mean(key, known)
+                f"{asked} has no option {_shown(key)}",
+                known=known or ["no options"],
+                owner=owner,
+                remedy=did_you_mean(key, known),
+            )
+    for key, value in options.items():
+        if _as_json(value) is None:
+            raise ConfigError(
+                f"{asked}: option {key} = {_shown(value)} is not plain data",
+                known=("numbers", "text", "true/false", "null", "lists and mappings of these"),
+                owner=owner,
             )
     from pydantic import ValidationError
+    from pydantic.errors import PydanticUndefinedAnnotation, PydanticUserError
 
     try:
-        return _adapter(cls.Config).validate_json(_to_json(options, asked, owner), strict=True)
+        return _adapter(cls.Config).validate_json(_as_json(options) or b"", strict=True)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        given = "" if first["type"] == "missing" else f" = {_shown(first['input'])}"
-        raise ConfigError(f"{asked}: option {where}{given}: {first['msg']}", owner=owner) from None
+        raise ConfigError(f"{asked}: {_explained(error)}", owner=owner) from None
     except (ValueError, TypeError) as error:  # the Config's own __post_init__
         raise ConfigError(f"{asked}: {error}", owner=owner) from None
+    except (PydanticUserError, PydanticUndefinedAnnotation) as error:
+        raise InvalidPluginError(
+            f"{asked} has a Config that cannot be validated: {error.message}", owner=owner
+        ) from None
 
 
 @cache
 def _adapter(config: type) -> TypeAdapter[Any]:
-    from pydantic import TypeAdapter
+    from pydantic import ConfigDict, TypeAdapter
 
-    return TypeAdapter(config)
+    # A dataclass alone takes no settings of ours; inside a union it inherits them.
+    union: Any = config | None
+    return TypeAdapter(union, config=ConfigDict(allow_inf_nan=False))
 
 
-def _to_json(options: Mapping[str, Any], asked: str, owner: str) -> str:
+def _as_json(value: object) -> bytes | None:
+    """Return ``value`` as JSON, ``None`` if it is not plain data: an object, a cycle, half of a surrogate pair."""
     try:
-        return json.dumps(options)
+        return json.dumps(value, ensure_ascii=False).encode()
     except (TypeError, ValueError, RecursionError):
-        bad = next((key for key, value in options.items() if not _is_plain(value)), "?")
-        raise ConfigError(
-            f"{asked}: option {bad} = {_shown(options.get(bad))} is not plain data",
-            known=("numbers", "text", "true/false", "null", "lists and mappings of these"),
-            owner=owner,
-        ) from None
+        return None
 
 
-def _is_plain(value: object) -> bool:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError, RecursionError):
-        return False
-    return True
+def _explained(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "json_invalid":  # it is JSON, made by us
+        return "options are nested too deeply"
+    if not first["loc"]:  # the Config's own __post_init__
+        return message
+    where = ".".join(str(part) for part in first["loc"])
+    given = "" if first["type"] == "missing" else f" = {_shown(first['input'])}"
+    return f"option {where}{given}: {message}"
 
 
 def _from_mapping(value: object, kind: str) -> Selection:
@@ -146,7 +163,7 @@ def _from_mapping(value: object, kind: str) -> Selection:
         keys = [key for key in options if isinstance(key, str)]
         raise SelectionError(f"{kind} {_shown(value)} has no 'name'", known=FORMS, remedy=did_you_mean("name", keys))
     for key in options:
-        if not isinstance(key, str):
+        if not _is_key(key):
             raise SelectionError(f"{kind} {_shown(value)}: option {_shown(key)} is not a name", known=FORMS)
     return Selection(_checked_name(value["name"], kind), options)
 
@@ -158,7 +175,7 @@ def _from_string(text: str, kind: str) -> Selection:
     for item in _split(tail, kind) if colon else ():
         key, equals, value = item.partition("=")
         key = key.strip()
-        if not equals or not key.isidentifier():
+        if not equals or not _is_key(key):
             raise SelectionError(f"{kind} {_shown(text)}: cannot read option {_shown(item)}", known=("key=value",))
         if key in options:
             raise SelectionError(f"{kind} {_shown(text)}: option {key!r} is given twice")
@@ -172,28 +189,31 @@ def _checked_name(name: object, kind: str) -> str:
     return name
 
 
+def _is_key(key: object) -> bool:
+    """Whether it can name an option; dashes pass, so that did-you-mean gets to see ``target-modules``."""
+    return isinstance(key, str) and key.replace("-", "_").isidentifier()
+
+
 def _split(text: str, kind: str) -> Iterator[str]:
     """Split at the commas outside brackets and quotes."""
     expected: list[str] = []
-    quote = ""
     start = 0
-    for position, char in enumerate(text):
-        if quote:
-            quote = "" if char == quote else quote
-        elif char in "\"'":
-            quote = char
-        elif char in _CLOSING:
-            expected.append(_CLOSING[char])
-        elif expected and char == expected[-1]:
+    for match in _TOKEN.finditer(text):
+        token = match.group()
+        if token in _CLOSING:
+            expected.append(_CLOSING[token])
+        elif expected and token == expected[-1]:
             expected.pop()
-        elif char in _CLOSING.values():
-            raise SelectionError(f"{kind} options {_shown(text)}: unexpected {char!r}", known=FORMS)
-        elif char == "," and not expected:
-            yield text[start:position]
-            start = position + 1
-    if quote or expected:
-        missing = quote or expected[-1]
-        raise SelectionError(f"{kind} options {_shown(text)}: missing {missing!r}", known=FORMS)
+        elif token in _CLOSING.values():
+            raise SelectionError(f"{kind} options {_shown(text)}: unexpected {token!r}", known=FORMS)
+        elif token in ('"', "'"):
+            expected.append(token)
+            break
+        elif token == "," and not expected:
+            yield text[start : match.start()]
+            start = match.end()
+    if expected:
+        raise SelectionError(f"{kind} options {_shown(text)}: missing {expected[-1]!r}", known=FORMS)
     yield text[start:]
 
 
@@ -206,11 +226,13 @@ def _scalar(text: str, kind: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         pass
-    try:
-        number = float(text)  # .5, 1_000.0 and the like, which JSON does not read
-    except ValueError:
-        return text
-    return number if math.isfinite(number) else text
+    for read in (int, float):  # +5, .5, 1_000 and the like, which JSON does not read
+        try:
+            number = read(text)
+        except ValueError:
+            continue
+        return number if math.isfinite(number) else text
+    return text
 
 
 def _flow(text: str, kind: str) -> Any:
@@ -223,7 +245,7 @@ def _flow(text: str, kind: str) -> Any:
 
     try:
         return read_yaml(text)
-    except (yaml.YAMLError, ValueError, RecursionError, TypeError):
+    except yaml.YAMLError:
         raise SelectionError(f"cannot read {kind} {_shown(text)}", known=FORMS) from None
 
 
@@ -235,7 +257,13 @@ def read_yaml(text: str) -> Any:
     """
     import yaml
 
-    return yaml.load(text, Loader=_loader())  # noqa: S506  # a subclass of SafeLoader
+    try:
+        return yaml.load(text, Loader=_loader())  # a subclass of SafeLoader
+    except yaml.YAMLError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        # PyYAML's constructors let these through: "!!bool x", "!!int ''", 2020-13-45, brackets without end.
+        raise yaml.YAMLError(f"{type(error).__name__}: {error}") from None
 
 
 @cache
@@ -245,7 +273,7 @@ def _loader() -> type:
     class Loader(yaml.SafeLoader):
         pass
 
-    number = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+    number = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+\Z")
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
     return Loader
 
@@ -253,7 +281,6 @@ def _loader() -> type:
 def _shown(value: object, limit: int = 60) -> str:
     try:
         text = repr(value)
-    except Exception:  # a stranger's __repr__ must not hide what went wrong
+    except Exception:  # noqa: BLE001  # a stranger's __repr__ must not hide what went wrong
         text = f"<{type(value).__name__}>"
     return text if len(text) <= limit else text[: limit - 3] + "..."
-

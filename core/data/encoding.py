@@ -101,12 +101,22 @@ def _texts(data: TaskData, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str
         return {name: encoder(split, data, tokenizer) for name, split in data.splits.items()}, collator
 
 
-def _map(split: Dataset, encode_batch: Callable[[dict[str, list[Any]]], dict[str, Any]], keep: list[str]) -> Dataset:
+def _map(
+    split: Dataset,
+    encode_batch: Callable[[dict[str, list[Any]]], dict[str, Any]],
+    *,
+    kept: Sequence[str] = (),
+    made: Sequence[str] = (),
+) -> Dataset:
+    """Encode in batches; columns ``made`` are integer lists even where the first batch has no tokens to tell it by."""
+    from datasets import Features, List, Value
+
     return split.map(
         encode_batch,
         batched=True,
         batch_size=BATCH_SIZE,
-        remove_columns=[column for column in split.column_names if column not in keep],
+        remove_columns=[column for column in split.column_names if column not in kept],
+        features=Features({column: List(Value("int32")) for column in made}) if made else None,
         keep_in_memory=True,
         load_from_cache_file=False,
         # Given, because computing one would pickle the tokenizer, and nothing is cached by it.
@@ -126,7 +136,7 @@ def _sequences(split: Dataset, data: TaskData, tokenizer: PreTrainedTokenizerBas
         second = _joined(batch, others) if others else None
         return dict(tokenizer(batch[first], second, truncation=True, max_length=data.max_length))
 
-    return _map(split, encode_batch, keep=["labels"])
+    return _map(split, encode_batch, kept=("labels",))
 
 
 def _completions(split: Dataset, data: TaskData, tokenizer: PreTrainedTokenizerBase) -> Dataset:
@@ -146,7 +156,7 @@ def _completions(split: Dataset, data: TaskData, tokenizer: PreTrainedTokenizerB
             "labels": [[IGNORE_INDEX] * len(prompt) + learnt for prompt, learnt in rows],
         }
 
-    return _map(split, encode_batch, keep=[])
+    return _map(split, encode_batch, made=("input_ids", "attention_mask", "labels"))
 
 
 def _blocks(split: Dataset, data: TaskData, tokenizer: PreTrainedTokenizerBase) -> Dataset:
@@ -159,8 +169,9 @@ def _blocks(split: Dataset, data: TaskData, tokenizer: PreTrainedTokenizerBase) 
         documents = _documents(batch[column], tokenizer)
         return {"input_ids": [[*document, *_eos(document, tokenizer)] for document in documents]}
 
-    documents = _map(split, encode_batch, keep=[])
-    tokens = documents.data.column("input_ids").combine_chunks().flatten().to_numpy(zero_copy_only=False)
+    documents = _map(split, encode_batch, made=("input_ids",))
+    chunks = documents.data.column("input_ids").chunks
+    tokens = np.concatenate([chunk.flatten().to_numpy(zero_copy_only=False) for chunk in chunks])
     if len(tokens) < 2:
         raise DataError(f"column {column!r} holds no text to learn from", owner=data.task.name)
     length = min(data.max_length, len(tokens))

@@ -1,0 +1,1 @@
+"""First-party probes: what is measured about the weights."""

@@ -66,8 +66,8 @@ def _squares(subject: Subject) -> Iterator[tuple[str, float, float]]:
     for name, module in subject.model.named_modules():
         for adapter in getattr(module, "active_adapters", ()) if hasattr(module, "get_delta_weight") else ():
             with sharding.gathered(module.parameters()):
-                delta: torch.Tensor = module.get_delta_weight(adapter)  # type: ignore[operator]
-                base: torch.Tensor = module.get_base_layer().weight  # type: ignore[operator]
+                delta: torch.Tensor = module.get_delta_weight(adapter)
+                base: torch.Tensor = module.get_base_layer().weight
                 yield name + ".", delta.double().square().sum().item(), base.double().square().sum().item()
 
 

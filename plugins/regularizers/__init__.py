@@ -1,0 +1,1 @@
+"""First-party regularizers: what the loss adds, or the weights do."""

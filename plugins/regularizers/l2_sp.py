@@ -95,7 +95,9 @@ class L2SP(Regularizer):
         self._values = []
         self._ticket = torch.zeros((), requires_grad=True)
 
-    def _after_forward(self, pulls: list[tuple[str, str | None, float]], module: nn.Module, args: Any, output: Any) -> Any:
+    def _after_forward(
+        self, pulls: list[tuple[str, str | None, float]], module: nn.Module, args: Any, output: Any
+    ) -> Any:
         import torch
 
         if module not in self._waiting or not torch.is_grad_enabled():
@@ -154,7 +156,7 @@ def _pull() -> Any:
         """The identity on a module's output; in backward adds factor * strength * (w - w0) to each weight's gradient."""
 
         @staticmethod
-        def forward(  # type: ignore[override]
+        def forward(
             ctx: Any, output: torch.Tensor, owner: L2SP, anchors: list[Any], strengths: list[float], *weights: Any
         ) -> torch.Tensor:
             ctx.owner, ctx.anchors, ctx.strengths, ctx.weights = owner, anchors, strengths, weights

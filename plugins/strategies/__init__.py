@@ -1,0 +1,1 @@
+"""First-party strategies: what trains, and what the trained artefact is."""

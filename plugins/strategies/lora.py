@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from annotated_types import Ge, Gt, Lt
 
@@ -60,7 +60,8 @@ class Lora(Strategy):
             use_rslora=self.config.use_rslora,
             **task_fields(model, run),
         )
-        return get_peft_model(model, config)  # type: ignore[arg-type]
+        adapted: nn.Module = get_peft_model(cast(Any, model), config)
+        return adapted
 
     def export(self, model: nn.Module, run: RunContext, *, merge: bool = False) -> nn.Module:
         """Return the ``PeftModel``, or with ``merge`` the plain model with W0 + (alpha / r) B A."""

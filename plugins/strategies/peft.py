@@ -66,9 +66,11 @@ class Peft(Strategy):
                 )
         defaults = {key: value for key, value in task_fields(model, run).items() if key in fields}
         try:
-            return get_peft_model(model, known[asked](**{**defaults, **self.config.fields}))  # type: ignore[arg-type]
+            return get_peft_model(model, known[asked](**{**defaults, **self.config.fields}))
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"strategy 'peft': {asked}: {error}", remedy="see PEFT's documentation of the type") from error
+            raise ConfigError(
+                f"strategy 'peft': {asked}: {error}", remedy="see PEFT's documentation of the type"
+            ) from error
 
     def export(self, model: nn.Module, run: RunContext, *, merge: bool = False) -> nn.Module:
         """Return the ``PeftModel``, or with ``merge`` the plain model where the method can be folded in."""

@@ -98,7 +98,9 @@ class WorkerGroup:
             refusal: type[errors.TuneryError] = getattr(errors, failed[0]["refused"])
             raise refusal(refusals.pop())
         self.broken = True  # ranks that failed apart no longer agree on what comes next
-        raise WorkerError("\n".join(f"rank {rank}: {answer.get('error', 'no error')}" for rank, answer in enumerate(answers)))
+        raise WorkerError(
+            "\n".join(f"rank {rank}: {answer.get('error', 'no error')}" for rank, answer in enumerate(answers))
+        )
 
     def _answers(self, seconds: float) -> list[dict[str, Any]]:
         """Wait for every rank; once one has failed, the others have little time left: they may wait for it for ever."""

@@ -75,8 +75,11 @@ def test_documents_without_eos_keep_their_own_frame(make_tokenizer: Callable[...
 
 
 def test_a_corpus_of_many_batches_loses_only_its_last_tokens(make_tokenizer: Callable[..., Any]) -> None:
-    """Blocks run across the batches of the tokenizer."""
-    encoded = encode(_data({"text": ["a b c"] * 2500}, max_length=7), make_tokenizer(frame=False, eos=True))
+    """Blocks run across the batches of the tokenizer, also when the first one is empty."""
+    documents = [""] * 1100 + ["a b c"] * 2500
+    raw = DatasetDict(train=Dataset.from_dict({"text": documents}), validation=Dataset.from_dict({"text": ["a"]}))
+    data = build(DataArguments(dataset_name="d", max_length=7), raw, seed=0)
+    encoded = encode(data, make_tokenizer(frame=False, eos=True))
     tokens = np.concatenate(encoded.train["input_ids"][:])
     assert len(tokens) == 10_000 // 7 * 7
     assert tokens.tolist() == ([A, B, C, EOS] * 2500)[: len(tokens)]
