@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Trainer": "tunery.core.trainer",
     "PluginTrainerMixin": "tunery.core.trainer",
+    "PluginArguments": "tunery.core.arguments",
     "TrainingArguments": "tunery.core.arguments",
     "LoadedRun": "tunery.core.run",
     "load_run": "tunery.core.run",
@@ -31,6 +32,7 @@ _HOMES = {
 }
 
 if TYPE_CHECKING:
+    from .core.arguments import PluginArguments as PluginArguments
     from .core.arguments import TrainingArguments as TrainingArguments
     from .core.run import LoadedRun as LoadedRun
     from .core.run import export_run as export_run

@@ -14,6 +14,7 @@ from ..registry.errors import RecipeError, did_you_mean
 from ..registry.selection import parse_selections
 
 PRESETS = {f"zero{stage}": Path(__file__).parent / "deepspeed" / f"zero{stage}.json" for stage in (1, 2, 3)}
+PLUGIN_FIELDS = ("strategy", "regularizers", "probes")
 PROBE_MOMENTS = ("begin", "evaluate", "end")
 
 

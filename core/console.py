@@ -25,6 +25,10 @@ def calm() -> None:
     """Keep other libraries' progress bars and routine notices out of a command's output; their errors stay."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     warnings.filterwarnings("ignore", category=FutureWarning)
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # unset, DeepSpeed warns that it found nothing better
     import transformers
 
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]

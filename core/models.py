@@ -10,9 +10,10 @@ import transformers
 from transformers import AutoImageProcessor, AutoTokenizer
 
 from ..registry.context import Task, TaskKind
-from ..registry.errors import RecipeError
+from ..registry.errors import RecipeError, did_you_mean
 
 _PACKAGE = "package:"
+_DTYPES = ("float32", "bfloat16", "float16", "auto")
 _AUTO = {
     TaskKind.CLASSIFICATION: transformers.AutoModelForSequenceClassification,
     TaskKind.REGRESSION: transformers.AutoModelForSequenceClassification,
@@ -51,6 +52,8 @@ def load_model(reference: str, task: Task, revision: str | None = None, dtype: s
     """
     if task.kind not in _AUTO:
         raise RecipeError(f"no head for task kind {task.kind.value!r}", known=[kind.value for kind in _AUTO])
+    if dtype not in _DTYPES:
+        raise RecipeError(f"dtype={dtype!r}", known=_DTYPES, remedy=did_you_mean(dtype, _DTYPES))
     kwargs: dict[str, Any] = {"revision": revision or "main", "dtype": dtype}
     if not task.kind.is_language_modelling:
         kwargs |= label_config(task)

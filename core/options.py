@@ -4,20 +4,35 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_type_hints
 
+import torch
 import yaml
 from transformers import HfArgumentParser
 
 from ..registry.errors import RecipeError, TuneryError, did_you_mean
 from ..registry.selection import read_yaml
-from .arguments import TrainingArguments
+from .arguments import PLUGIN_FIELDS, TrainingArguments
 from .data import DataArguments
 
-_ARGUMENTS_DOC = "a recipe's keys are those of `tunery train --help`"
+_ARGUMENTS_DOC = "a recipe's keys are those of `tunery train --keys`"
+# What transformers takes as it comes, and stops at only when the run has begun.
+_RANGES = {
+    "per_device_train_batch_size": Ge(1),
+    "per_device_eval_batch_size": Ge(1),
+    "gradient_accumulation_steps": Ge(1),
+    "dataloader_num_workers": Ge(0),
+    "learning_rate": Ge(0),
+    "weight_decay": Ge(0),
+    "adam_beta1": Interval(ge=0, lt=1),
+    "adam_beta2": Interval(ge=0, lt=1),
+    "adam_epsilon": Ge(0),
+    "seed": Interval(ge=0, lt=2**32),
+}
 
 
 @dataclass(kw_only=True)
@@ -77,7 +92,7 @@ class _Parser(HfArgumentParser):
     """Argparse that raises our error instead of printing usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
-        raise RecipeError(message.removeprefix("argument "), owner="the flags", remedy="see tunery train --help")
+        raise RecipeError(message.removeprefix("argument "), owner="the flags", remedy="see tunery train --keys")
 
 
 def read_options(recipe: Path | None, flags: Sequence[str]) -> Options:
@@ -93,7 +108,7 @@ def read_options(recipe: Path | None, flags: Sequence[str]) -> Options:
     for key in given:
         if key not in known:
             raise RecipeError(
-                f"no key {key!r}", owner=str(recipe), remedy=did_you_mean(key, known) or "see tunery train --help"
+                f"no key {key!r}", owner=str(recipe), remedy=did_you_mean(key, known) or "see tunery train --keys"
             )
     for action in parser._actions:
         action.default = argparse.SUPPRESS
@@ -101,8 +116,9 @@ def read_options(recipe: Path | None, flags: Sequence[str]) -> Options:
     explicit, unknown = parser.parse_known_args(list(flags))
     if unknown:
         flag = unknown[0].lstrip("-").split("=")[0]
-        remedy = did_you_mean(flag, known)
-        raise RecipeError(f"cannot read {unknown[0]!r}", owner="the flags", remedy=remedy or "see tunery train --help")
+        late = recipe is None and not unknown[0].startswith("-")
+        remedy = "the recipe comes before the flags" if late else did_you_mean(flag, known)
+        raise RecipeError(f"cannot read {unknown[0]!r}", owner="the flags", remedy=remedy or "see tunery train --keys")
     return build_options({**given, **vars(explicit)})
 
 
@@ -132,21 +148,47 @@ def build_options(given: Mapping[str, Any]) -> Options:
         RecipeError: a required key is missing or a value is refused.
     """
     parts = []
+    settled = {**_quiet_defaults(), **given}
     for cls in (RunArguments, DataArguments, TrainingArguments):
-        names = {item.name for item in dataclasses.fields(cls) if item.init}
-        required = [item.name for item in dataclasses.fields(cls) if item.init and _is_required(item)]
-        for name in required:
-            if name not in given:
+        fields = [item for item in dataclasses.fields(cls) if item.init]
+        for name in (item.name for item in fields if _is_required(item)):
+            if name not in settled:
                 raise RecipeError(f"{name} is missing", remedy=f"give it in the recipe or as --{name}")
+        values = {item.name: settled[item.name] for item in fields if item.name in settled}
         try:
-            parts.append(cls(**{key: value for key, value in given.items() if key in names}))
+            parts.append(cls(**(values if cls is DataArguments else _typed(cls, values))))
         except TuneryError:
             raise
         except (TypeError, ValueError, ImportError, OSError) as error:
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise RecipeError(f"cannot use these arguments: {first}", remedy="see tunery train --help") from None
+            raise RecipeError(f"cannot use these arguments: {first}", remedy="see tunery train --keys") from None
     run, data, training = parts
+    for name in training.report_to:
+        known = ["none", "all", *get_available_reporting_integrations()]
+        if name not in known:
+            raise RecipeError(f"report_to={name!r} is not installed or not known", known=known)
     return Options(run=run, data=data, training=training, given=dict(given))  # type: ignore[arg-type]
+
+
+def _quiet_defaults() -> dict[str, Any]:
+    """Return transformers' defaults where they only make noise: bars without a terminal, pinning without a GPU."""
+    return {"disable_tqdm": not sys.stderr.isatty(), "dataloader_pin_memory": torch.cuda.is_available()}
+
+
+def _typed(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values as the types of ``cls`` ask: YAML comes without types, and transformers checks few of them."""
+    from pydantic import TypeAdapter, ValidationError
+
+    hints = {**get_type_hints(cls), "resume_from_checkpoint": str | bool | None}
+    hints |= {name: Annotated[hints[name], limit] for name, limit in _RANGES.items() if name in hints}
+    typed = dict(values)
+    for name in (name for name in values if name not in PLUGIN_FIELDS):
+        try:
+            typed[name] = TypeAdapter(hints[name]).validate_python(values[name])
+        except ValidationError as error:
+            message = error.errors(include_url=False)[0]["msg"]
+            raise RecipeError(f"{name}={values[name]!r}: {message}", remedy="see tunery train --keys") from None
+    return typed
 
 
 def _is_required(item: dataclasses.Field[Any]) -> bool:

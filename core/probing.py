@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -106,10 +108,14 @@ class MeasurementLog:
             os.fsync(file.fileno())
 
     def rewind(self, step: int) -> None:
-        """Drop what was measured after ``step``, and a last line that was not finished; -1 drops everything."""
+        """Drop what was measured after the checkpoint of ``step`` was written; -1 drops everything.
+
+        That is everything from the first row of a later step or of a run's end, or the first line that was not finished.
+        """
         if not self.path.exists():
             return
-        kept = [line for line in self.path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
+        lines = self.path.read_text(encoding="utf-8").splitlines()
+        kept = takewhile(lambda line: _step_of(line) <= step, lines)
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
         temporary.replace(self.path)
@@ -117,9 +123,10 @@ class MeasurementLog:
 
 def _step_of(line: str) -> float:
     try:
-        return float(json.loads(line)["step"])
+        row = json.loads(line)
+        return math.inf if row["moment"] == "end" else float(row["step"])
     except (ValueError, KeyError, TypeError):
-        return float("inf")
+        return math.inf
 
 
 class Probing:

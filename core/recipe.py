@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from ..registry.catalog import Catalog, Entry
 from ..registry.context import RunContext
 from ..registry.contracts import Plugin, Probe, Regularizer, Strategy
-from ..registry.errors import CompatibilityError
-from ..registry.loading import load_plugins
+from ..registry.errors import CompatibilityError, DuplicatePluginError
+from ..registry.loading import DISABLE_VARIABLE, load_plugins
 from ..registry.selection import Selection, configure, parse_selections
 
 if TYPE_CHECKING:
@@ -134,11 +134,21 @@ def make(catalog: Catalog, kind: str, selection: Selection) -> Chosen:
 
 @cache
 def _taught_anatomies() -> dict[str, Any]:
-    """Return the architectures plugins describe, by ``config.model_type``; the first description counts."""
+    """Return the architectures plugins describe, by ``config.model_type``.
+
+    Raises:
+        DuplicatePluginError: two modules describe one architecture.
+    """
     specs: dict[str, Any] = {}
-    for offered in load_plugins().manager.hook.tunery_anatomies():
-        for model_type, spec in offered.items():
-            specs.setdefault(model_type, spec)
+    owners: dict[str, str] = {}
+    for implementation in load_plugins().manager.hook.tunery_anatomies.get_hookimpls():
+        for model_type, spec in implementation.function().items():
+            if model_type in specs:
+                raise DuplicatePluginError(
+                    f"architecture {model_type!r} is described by {owners[model_type]} and by {implementation.plugin_name}",
+                    remedy=f"uninstall one, or set {DISABLE_VARIABLE} to one of the distributions",
+                )
+            specs[model_type], owners[model_type] = spec, implementation.plugin_name
     return specs
 
 

@@ -6,10 +6,11 @@ Read this first. ``train`` is what ``tunery train`` does; ``load_run`` and ``exp
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,11 @@ def train(options: Options) -> dict[str, Any]:
         TuneryError: anything a user can mend; nothing has been trained then.
     """
     args, output_dir = options.training, options.output_dir
-    choose(args.strategy, args.regularizers, args.probes)  # a wrong name should cost no loading of models
-    resume = _prepare_output(options, output_dir)
+    # A wrong name or a damaged checkpoint should cost no loading of models.
+    choose(args.strategy, args.regularizers, args.probes)
+    for name in options.run.baselines or ():
+        choose(None if name == MAJORITY else name)
+    resume, earlier = _prepare_output(options)
 
     set_seed(args.seed)
     with args.main_process_first(desc="reading the data"):
@@ -78,6 +82,8 @@ def train(options: Options) -> dict[str, Any]:
         processing_class=processor,
         compute_metrics=compute_metrics(data.task),
     )
+    if trainer.is_world_process_zero():
+        _remove(earlier)
     started = time.monotonic()
     outcome = trainer.train(resume_from_checkpoint=resume)
     seconds = time.monotonic() - started
@@ -116,22 +122,29 @@ def train(options: Options) -> dict[str, Any]:
     return result
 
 
-def _prepare_output(options: Options, output_dir: Path) -> str | None:
-    """Return the checkpoint to resume from; refuse to mix two runs in one folder."""
-    asked = options.training.resume_from_checkpoint
-    earlier = [path for pattern in _EARLIER for path in output_dir.glob(pattern)] if output_dir.is_dir() else []
+def _prepare_output(options: Options) -> tuple[str | None, list[Path]]:
+    """Return the checkpoint to resume from and what to remove of an earlier run; refuse to mix two runs in one folder."""
+    output_dir, asked = options.output_dir, options.training.resume_from_checkpoint
+    parent = next(path for path in (output_dir, *output_dir.absolute().parents) if path.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise RecipeError(f"cannot write to {output_dir}", owner=str(parent), remedy="choose another --output_dir")
     if asked:
         found = last_checkpoint(output_dir) if str(asked).lower() in ("last", "true") else Path(asked)
-        return None if found is None else str(found)
+        if found is not None:
+            read_manifest(found)
+        return None if found is None else str(found), []
+    earlier = [path for pattern in _EARLIER for path in output_dir.glob(pattern)]
     if earlier and not options.run.overwrite_output_dir:
         raise RecipeError(
             f"{output_dir} holds a run already",
             remedy="add --resume_from_checkpoint to go on with it, or --overwrite_output_dir true, or another --output_dir",
         )
-    if options.training.process_index == 0:
-        for path in earlier:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    return None
+    return None, earlier
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    for path in paths:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _final_metrics(trainer: Trainer) -> dict[str, float]:

@@ -20,7 +20,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from ..registry.context import RunContext, Subject, Task
 from ..registry.errors import ArtifactError, CompatibilityError, RecipeError
-from .arguments import PROBE_MOMENTS, TrainingArguments
+from .arguments import PLUGIN_FIELDS, PROBE_MOMENTS, TrainingArguments
 from .artifacts import describe_base, last_checkpoint, manifest, read_manifest, seal
 from .context import infer_task, make_context
 from .objective import Objective
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 else:
     _Trainer = object
 
-_PLUGIN_FIELDS = ("strategy", "regularizers", "probes")
 _STAGING = ".saving"
 _WRITING = ".writing-"
 
@@ -67,7 +66,7 @@ class PluginTrainerMixin(_Trainer):
                 f"model {model!r} is a name", remedy="load it first: AutoModelFor....from_pretrained(name)"
             )
         args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
-        self.recipe = choose(*(getattr(args, field, None) for field in _PLUGIN_FIELDS))
+        self.recipe = choose(*(getattr(args, field, None) for field in PLUGIN_FIELDS))
         self._given_task = task
         self._base_reference = base_model
         self._staging: Path | None = None
@@ -114,7 +113,7 @@ class PluginTrainerMixin(_Trainer):
         """Build the model with ``model_init`` and equip it; a second trial starts from fresh plugins."""
         model = super().call_model_init(trial)
         args = self.args
-        self.recipe = choose(*(getattr(args, field, None) for field in _PLUGIN_FIELDS))
+        self.recipe = choose(*(getattr(args, field, None) for field in PLUGIN_FIELDS))
         return self._equip(model, args)
 
     @property

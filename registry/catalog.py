@@ -8,7 +8,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from .contracts import KINDS, Plugin
+from .context import Support
+from .contracts import KINDS, Plugin, Regularizer
 from .errors import BrokenPluginError, DuplicatePluginError, InvalidPluginError, UnknownPluginError, did_you_mean
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
@@ -155,10 +156,21 @@ def check_contract(cls: type[Plugin], origin: Origin) -> None:
             raise refuse(f"needs a one-line text in its class attribute {attribute!r}")
     if not _NAME.fullmatch(cls.name):
         raise refuse(f"has the name {cls.name!r}: use lower case letters, digits and underscores")
+    if not issubclass(cls, KINDS.get(cls.kind, ())):
+        raise refuse(f"has the kind {cls.kind!r}: leave that to Strategy, Regularizer or Probe")
+    if not isinstance(cls.supports, Support):
+        raise refuse("needs a Support in its class attribute 'supports'")
     config = cls.Config
-    if not dataclasses.is_dataclass(config) or not config.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+    # A subclass of a dataclass without the decorator is one as well, whose new fields count for nothing.
+    if not isinstance(config, type) or "__dataclass_params__" not in vars(config) or not _is_frozen(config):
         raise refuse("needs a Config that is a frozen dataclass: @dataclass(frozen=True, kw_only=True)")
     if any(item.init and not item.kw_only for item in dataclasses.fields(config)):
         raise refuse("needs a keyword-only Config: @dataclass(frozen=True, kw_only=True)")
     if any(item.name == "name" for item in dataclasses.fields(config)):
         raise refuse("has a Config field called 'name', which selects the plugin: rename it")
+    if issubclass(cls, Regularizer) and not issubclass(config, Regularizer.Config):
+        raise refuse("needs a Config that subclasses Regularizer.Config, which holds the weight")
+
+
+def _is_frozen(config: type) -> bool:
+    return bool(config.__dataclass_params__.frozen)  # type: ignore[attr-defined]

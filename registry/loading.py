@@ -92,7 +92,7 @@ def _distribution(point: EntryPoint) -> str:
 def _metadata(point: EntryPoint, key: str) -> str:
     """Return a field of the distribution's metadata, which a broken installation may lack altogether."""
     metadata = point.dist.metadata if point.dist is not None else None
-    return (metadata.get(key) if metadata is not None else None) or "unknown"
+    return metadata[key] if metadata is not None and key in metadata else "unknown"
 
 
 def disabled_names() -> frozenset[str]:

@@ -1,0 +1,15 @@
+"""Test suites that a plugin author subclasses; each checks every law of a kind, on one process, DDP and ZeRO-1, 2 and 3.
+
+    from tunery.registry.conformance import RegularizerLaws
+
+    class TestMine(RegularizerLaws):
+        plugin = "mine:weight=0.5"
+
+The plugin has to be installed. The laws train tiny models on CPU, offline; needs pytest and torch.
+"""
+
+from __future__ import annotations
+
+from .strategy import StrategyLaws
+
+__all__ = ["StrategyLaws"]

@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Any
 from ..context import TaskKind
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PretrainedConfig, PreTrainedModel
 
 VOCABULARY = 61
 LENGTH = 12
 LABELS = 3
 PIXELS = 8
+EVALUATED = 8
 _WIDTH = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 
 
@@ -49,6 +51,26 @@ class TinyModel:
 
         model: PreTrainedModel = getattr(transformers, self.auto).from_pretrained(str(folder))
         return model
+
+    def load_exported(self, folder: str | Path) -> Any:
+        """Load a folder that was exported, with transformers or PEFT alone."""
+        from peft import PeftConfig, PeftModel
+
+        if not (Path(folder) / "adapter_config.json").is_file():
+            return self.load(folder)
+        base = self.load(PeftConfig.from_pretrained(str(folder)).base_model_name_or_path)
+        return PeftModel.from_pretrained(base, str(folder))
+
+    def logits(self, model: Any) -> torch.Tensor:
+        """Return what ``model`` answers to the first rows in eval mode."""
+        import torch
+        from transformers import default_data_collator
+
+        batch = default_data_collator(self.rows(EVALUATED))
+        batch.pop("labels")
+        with torch.no_grad():
+            answer: torch.Tensor = model.eval()(**batch).logits
+        return answer
 
     def rows(self, count: int) -> list[dict[str, Any]]:
         """Return ``count`` examples, padded, with labels."""

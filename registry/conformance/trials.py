@@ -13,8 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .models import MODELS, base_model, workspace
-from .workers import STAGES, on_stage
+from .models import EVALUATED, MODELS, base_model, workspace
+from .workers import RANKS, STAGES, on_stage
 
 if TYPE_CHECKING:
     import torch
@@ -76,6 +76,15 @@ class Trial:
         """
         return _run(json.dumps(dataclasses.asdict(self), sort_keys=True), where, resume)
 
+    def job(self, where: str, folder: Path) -> dict[str, Any]:
+        """Return the plain data from which :func:`build` makes this trial's Trainer, on whatever process."""
+        base = str(base_model(self.model, self.dropout))
+        return {"trial": dataclasses.asdict(self), "where": where, "folder": str(folder), "base": base}
+
+    def trainer(self, folder: Path, **arguments: Any) -> Any:
+        """Return its ``tunery.Trainer`` on one process, nothing trained yet; ``arguments`` go to the Trainer."""
+        return build(self.job(ONE, folder), **arguments)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
@@ -84,10 +93,19 @@ class Outcome:
     Attributes:
         folder: its run folder.
         logs: the Trainer's log history.
+        answers: logits of the trained model, where it ran on one process.
     """
 
     folder: Path
     logs: list[dict[str, Any]]
+    answers: list[Any] | None
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """What the trained model answers to the first rows, before it was saved."""
+        import torch
+
+        return torch.tensor(self.answers)
 
     def logged(self, key: str) -> list[float]:
         """Return every logged value of ``key``, in order: ``loss`` and ``grad_norm`` once a step."""
@@ -116,29 +134,25 @@ class Outcome:
 
 
 @cache
-def _run(trial: str, where: str, resume: int | None) -> Outcome:
-    name = hashlib.sha256(f"{trial}{where}{resume}".encode()).hexdigest()[:16]
-    described = json.loads(trial)
-    job = {
-        "trial": described,
-        "stage": where,
-        "folder": str(workspace() / "runs" / name),
-        "base": str(base_model(described["model"], described["dropout"])),
-    }
+def _run(described: str, where: str, resume: int | None) -> Outcome:
+    trial = Trial(**json.loads(described))
+    name = hashlib.sha256(f"{described}{where}{resume}".encode()).hexdigest()[:16]
+    job = trial.job(where, workspace() / "runs" / name)
     if resume is not None:
-        job["resume"] = str(_run(trial, where, None).folder / f"checkpoint-{resume}")
-    logs = perform(job) if where == ONE else on_stage(where, perform, job)
-    return Outcome(folder=Path(job["folder"]), logs=logs)
+        job["resume"] = str(_run(described, where, None).folder / f"checkpoint-{resume}")
+    left = perform(job) if where == ONE else on_stage(where, perform, job)
+    return Outcome(folder=Path(job["folder"]), **left)
 
 
-def perform(job: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Train, save, and return the log history; the job that every rank of a worker group is given."""
+def perform(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Train and save: what one process does alone, and every rank of a worker group together."""
     with quick_collections():
         trainer = build(job)
         trainer.train(resume_from_checkpoint=job.get("resume"))
         trainer.save_model()
-        history: list[dict[str, Any]] = trainer.state.log_history
-        return history
+        alone = job["where"] == ONE
+        answers = MODELS[job["trial"]["model"]].logits(trainer.model).tolist() if alone else None
+        return {"logs": trainer.state.log_history, "answers": answers}
 
 
 @contextmanager
@@ -152,32 +166,30 @@ def quick_collections() -> Iterator[None]:
 
 
 def build(job: Mapping[str, Any], **trainer_arguments: Any) -> Any:
-    """Return the ``tunery.Trainer`` of a job.
-
-    Args:
-        job: ``trial``, the ``stage`` to run on, the run's ``folder``, and the ``base`` model's folder.
-        trainer_arguments: anything else the Trainer takes.
-    """
+    """Return the ``tunery.Trainer`` of a job, with ``trainer_arguments`` added."""
     import tunery
 
     trial = Trial(**job["trial"])
-    args = tunery.TrainingArguments(**arguments(trial, job["stage"], job["folder"]))
+    args = tunery.TrainingArguments(**_arguments(trial, job["where"], job["folder"]))
     tiny = MODELS[trial.model]
     rows = tiny.rows(trial.rows)
-    # The model is loaded after the arguments are there, as scripts do it: ZeRO-3 then shards it while it is loaded.
+    # The model is loaded after the arguments are made, as scripts do it: ZeRO-3 then shards it while it is loaded.
     return tunery.Trainer(
-        model=tiny.load(job["base"]), args=args, train_dataset=rows, eval_dataset=rows[:8], **trainer_arguments
+        model=tiny.load(job["base"]),
+        args=args,
+        train_dataset=rows,
+        eval_dataset=rows[:EVALUATED],
+        **trainer_arguments,
     )
 
 
-def arguments(trial: Trial, stage: str, folder: str) -> dict[str, Any]:
-    """Return the training arguments of a trial on a stage."""
-    ranks = 1 if stage == ONE else 2
+def _arguments(trial: Trial, where: str, folder: str) -> dict[str, Any]:
+    ranks = 1 if where == ONE else RANKS
     return {
         "output_dir": folder,
         "use_cpu": True,
-        "ddp_backend": None if stage == ONE else "gloo",
-        "deepspeed": stage if stage.startswith("zero") else None,
+        "ddp_backend": None if where == ONE else "gloo",
+        "deepspeed": where if where.startswith("zero") else None,
         "strategy": trial.strategy,
         "regularizers": list(trial.regularizers),
         "probes": list(trial.probes),

@@ -14,8 +14,8 @@ from datasets import Dataset, DatasetDict
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
     Trainer,
     TrainingArguments,
     ViTConfig,
@@ -79,12 +79,13 @@ def test_classification_is_scored_on_the_models_own_predictions(
 def test_language_modelling_reports_perplexity(tmp_path: Path, make_tokenizer: Callable[..., Any]) -> None:
     """Perplexity is exp of the mean token loss over all blocks."""
 
-    def gpt2(num_labels: int) -> GPT2LMHeadModel:
+    def llama(num_labels: int) -> LlamaForCausalLM:
         assert num_labels == 0
-        return GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=8, n_embd=16, n_layer=1, n_head=2))
+        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+        return LlamaForCausalLM(LlamaConfig(vocab_size=16, **sizes))
 
     tokenizer = make_tokenizer(frame=False, eos=True, pad_token=None)
-    _, encoded, trainer, metrics = _trained(tmp_path, {"text": TEXTS["text"] * 3}, tokenizer, gpt2)
+    _, encoded, trainer, metrics = _trained(tmp_path, {"text": TEXTS["text"] * 3}, tokenizer, llama)
     blocks = torch.tensor(encoded.validation["input_ids"][:])
     with torch.no_grad():
         logits = trainer.model.eval()(input_ids=blocks).logits[:, :-1]

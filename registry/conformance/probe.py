@@ -1,0 +1,152 @@
+"""The laws of a probe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from .laws import PluginLaws
+from .traces import changed, everything
+from .trials import ONE, Trial, build, quick_collections
+from .workers import on_stage
+
+STEPS = 4
+SERVICES = ("gathered", "written", "local", "local_of", "sum_shards", "perturbed")
+
+
+class ProbeLaws(PluginLaws):
+    """Subclass it, name the plugin, and pytest checks every law of a probe.
+
+    class TestMine(ProbeLaws):
+        plugin = "mine:samples=3"
+
+    Attributes:
+        strategies: what is trained while it measures.
+    """
+
+    kind: ClassVar[str] = "probe"
+    strategies: ClassVar[tuple[str, ...]] = ("full", "lora")
+
+    @classmethod
+    def trial(cls, model: str, **changes: Any) -> Trial:
+        """Return a short training run with the probe, which measures at its beginning, end and after every second step."""
+        return Trial(model=model, strategy=cls.strategies[0], probes=(cls.plugin,), steps=STEPS).but(**changes)
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Add ``strategy`` to what a law can ask for."""
+        super().pytest_generate_tests(metafunc)
+        if "strategy" in metafunc.fixturenames:
+            metafunc.parametrize("strategy", self.strategies)
+
+    def test_leaves_no_trace(self, model: str, strategy: str, tmp_path: Path) -> None:
+        """Measuring in the middle of an optimizer step leaves weights, gradients, optimizer, modes and RNG as they were."""
+        trial = self.trial(model, strategy=strategy, dropout=True, accumulation=2)
+        assert measure_midway(trial.job(ONE, tmp_path)) == []
+
+    def test_leaves_no_trace_on_every_stage(self, stage: str, strategy: str, tmp_path: Path) -> None:
+        """The same on every rank of two processes."""
+        trial = self.trial(self.first_model(), strategy=strategy, dropout=True, accumulation=2)
+        assert on_stage(stage, measure_midway, trial.job(stage, tmp_path)) == []
+
+    def test_leaves_no_trace_when_it_fails(self, model: str, tmp_path: Path) -> None:
+        """The same when what the probe uses raises: at first, midway, and at last."""
+        trial = self.trial(model, dropout=True, accumulation=2)
+        calls = _Failing.count(trial, tmp_path / "count")
+        assert calls, "the probe uses neither the model, nor its sharding, nor the evaluation"
+        for call in sorted({1, calls // 2 + 1, calls}):
+            job = {**trial.job(ONE, tmp_path / str(call)), "fail": call}
+            assert measure_midway(job) == [], f"failing at call {call} of {calls}"
+
+    def test_measures_the_same_on_every_stage(self, model: str, strategy: str, stage: str) -> None:
+        """Two ranks of any stage measure what one process measures."""
+        trial = self.trial(model, strategy=strategy)
+        found, expected = trial.run(stage).measurements, trial.run().measurements
+        assert [_what(row) for row in found] == [_what(row) for row in expected]
+        assert found
+        assert [row["value"] for row in found] == pytest.approx([row["value"] for row in expected], rel=1e-4, abs=1e-6)
+
+    def test_training_goes_on_as_without(self, model: str, strategy: str) -> None:
+        """A run that is measured every other step ends with the bits of one that is not, dropout on."""
+        trial = self.trial(model, strategy=strategy, dropout=True)
+        assert trial.run().bits == _unmeasured(trial).run().bits
+
+    def test_training_goes_on_as_without_on_every_stage(self, stage: str) -> None:
+        """The same on two processes."""
+        trial = self.trial(self.first_model(), dropout=True)
+        assert trial.run(stage).bits == _unmeasured(trial).run(stage).bits
+
+    def test_same_seed_gives_the_same_measurements(self, model: str) -> None:
+        """The same seed twice gives the same numbers to the last digit."""
+        trial = self.trial(model, dropout=True)
+        assert trial.run().measurements == trial.but(again=1).run().measurements
+
+
+def _unmeasured(trial: Trial) -> Trial:
+    return trial.but(probes=(), options={"eval_strategy": "steps"})
+
+
+def _what(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key != "value"}
+
+
+def measure_midway(job: Mapping[str, Any]) -> list[str]:
+    """Measure between two micro-batches and after a step; return what differs afterwards, of any rank."""
+    from transformers import TrainerCallback
+
+    differing: set[str] = set()
+    measured = 0
+
+    class Midway(TrainerCallback):
+        def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
+            self.watch()
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            self.watch()
+
+        def watch(self) -> None:
+            nonlocal measured
+            before = everything(trainer)
+            with _Failing(trainer, job.get("fail", 0)) as failing:
+                trainer.probe("evaluate")
+            measured += 1
+            assert failing.raised or not job.get("fail")
+            differing.update(changed(before, everything(trainer)))
+
+    with quick_collections():
+        trainer = build(job, callbacks=[Midway()])
+        trainer.train()
+    assert measured
+    return sorted(_of_all_ranks(differing))
+
+
+def _of_all_ranks(differing: set[str]) -> set[str]:
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return differing
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, sorted(differing))
+    return {f"{name} (rank {rank})" for rank, names in enumerate(gathered) for name in names}
+
+
+class _Fault(Exception):
+    """What a service raises to see whether a probe tidies up."""
+
+
+class _Failing:
+    """Counts the calls a probe makes of what it is given, and raises at one of them.
+
+    Args:
+        trainer: whose sharding, evaluation and model are watched.
+        at: the call that raises; 0 for none.
+    """
+
+    def __init__(self, trainer: Any, at: int) -> None:
+        self._trainer = trainer
+        self._at = at
+        self.calls = 0
+        self.raised = False

@@ -1,0 +1,166 @@
+"""The laws of a regularizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pytest
+
+from ..contracts import Regularizer
+from ..errors import CompatibilityError
+from .laws import PluginLaws, refused
+from .models import MODELS, base_model
+from .traces import anatomy_of
+from .trials import ONE, Trial, quick_collections
+
+if TYPE_CHECKING:
+    import torch
+
+KILLED_AFTER = (1, 4, 5)  # steps; an epoch has 5
+STEPS = 6
+# Plain SGD without clipping: what the weights move by is the sum of the gradients.
+GRADIENTS = {"optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+GRADIENT_STEPS = 3  # at the first, a pull towards where the weights started is still zero
+
+
+class RegularizerLaws(PluginLaws):
+    """Subclass it, name the plugin, and pytest checks every law of a regularizer.
+
+    class TestMine(RegularizerLaws):
+        plugin = "mine:weight=0.5"
+
+    Attributes:
+        stochastic: whether the method draws random numbers in training. How a batch is split then decides what is drawn,
+            so that gradients are compared between stages alone.
+        strategies: what it is combined with; a combination may be refused with a ``CompatibilityError``.
+    """
+
+    kind: ClassVar[str] = "regularizer"
+    stochastic: ClassVar[bool] = False
+    strategies: ClassVar[tuple[str, ...]] = ("full", "lora", "head")
+
+    @classmethod
+    def trial(cls, model: str, **changes: Any) -> Trial:
+        """Return a short training run of every parameter with the regularizer."""
+        return Trial(model=model, strategy="full", regularizers=(cls.plugin,), steps=STEPS).but(**changes)
+
+    def gradients(self, model: str, **changes: Any) -> Trial:
+        """Return a run whose weights tell its gradients."""
+        changes["options"] = {**GRADIENTS, **changes.get("options", {})}
+        return self.trial(model, steps=GRADIENT_STEPS, **changes)
+
+    def test_leaves_the_model_plain(self, model: str, tmp_path: Path) -> None:
+        """Attached and detached, the model has the same modules, names, hooks and answers; after training too."""
+        import torch
+
+        tiny = MODELS[model]
+        with quick_collections():
+            trainer = self.trial(model, steps=2).trainer(tmp_path / "with")
+            plain = self.trial(model, steps=2, regularizers=()).trainer(tmp_path / "without")
+            expected = anatomy_of(plain.model)
+            trainer.detach()
+            assert anatomy_of(trainer.model) == expected
+            torch.testing.assert_close(tiny.logits(trainer.model), tiny.logits(plain.model), rtol=0, atol=0)
+
+            trainer = self.trial(model, steps=2).trainer(tmp_path / "trained")
+            trainer.train()
+            plain.train()
+            trainer.detach()
+            assert anatomy_of(trainer.model) == anatomy_of(plain.model)
+
+    def test_adds_no_key(self, model: str, tmp_path: Path) -> None:
+        """Attached, neither the model's state_dict nor a saved file has a key more or less."""
+        plain = self.trial(model, regularizers=())
+        attached = self.trial(model).trainer(tmp_path / "with").model.state_dict()
+        assert list(attached) == list(plain.trainer(tmp_path / "without").model.state_dict())
+        assert self.trial(model).run().weights.keys() == plain.run().weights.keys()
+
+    def test_does_something(self, model: str) -> None:
+        """With it, other weights come out than without."""
+        assert self.trial(model).run().bits != self.trial(model, regularizers=()).run().bits
+
+    def test_off_is_not_there(self, model: str) -> None:
+        """Switched off, it ends with the bits of a run without it, dropout on."""
+        assert self.off(model).run().bits == self.trial(model, dropout=True, regularizers=()).run().bits
+
+    def test_off_is_not_there_on_every_stage(self, stage: str) -> None:
+        """The same on two processes."""
+        model = self.first_model()
+        assert self.off(model).run(stage).bits == self.trial(model, dropout=True, regularizers=()).run(stage).bits
+
+    def off(self, model: str) -> Trial:
+        """Return a run with the regularizer switched off."""
+        regularizer, selection = self.entry().cls, self.selection()
+        assert issubclass(regularizer, Regularizer)
+        off = type(selection)(selection.name, {**selection.options, **regularizer.off})
+        return self.trial(model, dropout=True, regularizers=(str(off),))
+
+    def test_terms_add_up(self, model: str) -> None:
+        """Each logged loss is the sum of its named terms."""
+        outcome, name = self.trial(model).run(), self.entry().name
+        terms = zip(outcome.logged("loss/task"), outcome.logged(f"loss/{name}"), strict=True)
+        assert [sum(pair) for pair in terms] == pytest.approx(outcome.logged("loss"), rel=1e-5)
+
+    @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+    def test_same_gradients_however_split(self, model: str, checkpointing: bool) -> None:
+        """Two micro-batches of 4, and four of 2, give the gradients of one batch of 8."""
+        if self.stochastic or (checkpointing and not self.entry().cls.supports.activation_checkpointing):
+            return
+        trial = self.gradients(model, options={"activation_checkpointing": checkpointing})
+        for accumulation in (2, 4):
+            assert_same_gradients(trial.but(accumulation=accumulation), ONE, self.gradients(model), ONE)
+        assert_same_gradients(trial, ONE, self.gradients(model), ONE)
+
+    @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+    def test_same_gradients_on_every_stage(self, model: str, stage: str, checkpointing: bool) -> None:
+        """Two ranks with 4 rows each give the gradients of one process with 8; drawing at random, those of DDP."""
+        if checkpointing and not self.entry().cls.supports.activation_checkpointing:
+            return
+        trial = self.gradients(model, options={"activation_checkpointing": checkpointing})
+        assert_same_gradients(trial, stage, self.gradients(model), "ddp" if self.stochastic else ONE)
+
+    @pytest.mark.parametrize("step", KILLED_AFTER)
+    def test_resumes_as_if_never_killed(self, model: str, step: int) -> None:
+        """Killed after a step and resumed, it ends with the same bits, dropout on."""
+        trial = self.trial(model, dropout=True, save=True)
+        assert trial.run(resume=step).bits == trial.run().bits
+
+    def test_resumes_on_every_stage(self, stage: str) -> None:
+        """The same on two processes."""
+        trial = self.trial(self.first_model(), dropout=True, save=True, steps=2)
+        assert trial.run(stage, resume=1).bits == trial.run(stage).bits
+
+    def test_composes(self, model: str) -> None:
+        """It works with each strategy, or says in one line that it cannot."""
+        for strategy in self.strategies:
+            trial = self.trial(model, strategy=strategy)
+            try:
+                trial.but(regularizers=()).run()
+            except CompatibilityError:
+                continue  # the strategy alone does not go with the model
+            try:
+                outcome = trial.run()
+            except CompatibilityError as error:
+                assert refused(self.entry().cls, error)
+                continue
+            assert outcome.weights.keys() == trial.but(regularizers=()).run().weights.keys()
+            assert outcome.bits != trial.but(regularizers=()).run().bits, f"{self.plugin} does nothing with {strategy}"
+
+
+def assert_same_gradients(trial: Trial, where: str, reference: Trial, reference_where: str, rtol: float = 1e-5) -> None:
+    """Fail unless two runs with the same global batch moved every weight by the same, relative to the move's length."""
+    from safetensors.torch import load_file
+
+    start = load_file(base_model(trial.model, trial.dropout) / "model.safetensors")
+    found, expected = trial.run(where), reference.run(reference_where)
+    assert found.logged("loss") == pytest.approx(expected.logged("loss"), rel=rtol)
+    assert found.weights.keys() == expected.weights.keys()
+    for name, value in expected.weights.items():
+        _assert_close_moves(name, found.weights[name] - start[name], value - start[name], rtol)
+
+
+def _assert_close_moves(name: str, found: torch.Tensor, expected: torch.Tensor, rtol: float) -> None:
+    scale = expected.norm().item() + 1e-3
+    difference = (found - expected).norm().item()
+    assert difference <= rtol * scale, f"{name}: gradients differ by {difference:.2e} of {scale:.2e}"

@@ -1,0 +1,127 @@
+"""The laws of a strategy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pytest
+
+from ..contracts import Strategy
+from ..errors import CompatibilityError
+from .laws import PluginLaws
+from .models import MODELS, base_model
+from .traces import assert_no_trace, bits_of, changed
+from .trials import Trial, quick_collections
+
+if TYPE_CHECKING:
+    from .trials import Outcome
+
+KILLED_AFTER = (1, 4, 5)  # steps; an epoch has 5
+STEPS = 6
+LONG = 20
+
+
+class StrategyLaws(PluginLaws):
+    """Subclass it, name the plugin, and pytest checks every law of a strategy.
+
+    class TestMine(StrategyLaws):
+        plugin = "mine:r=4"
+    """
+
+    kind: ClassVar[str] = "strategy"
+
+    @classmethod
+    def trial(cls, model: str, **changes: Any) -> Trial:
+        """Return a short training run with the strategy; a checkpoint every step."""
+        return Trial(model=model, strategy=cls.plugin, steps=STEPS, save=True).but(**changes)
+
+    def trained(self, model: str) -> Outcome:
+        """Return the run that the laws about files look at."""
+        return self.trial(model, dropout=True).run()
+
+    def test_starts_as_the_base_model(self, model: str, tmp_path: Path) -> None:
+        """Prepared and not trained, it answers as the base model does, where ``identity_start`` promises it."""
+        import torch
+
+        strategy = self.entry().cls
+        assert issubclass(strategy, Strategy)
+        if not strategy.identity_start:
+            pytest.skip(f"{strategy.name!r} does not promise to start as the base model")
+        tiny = MODELS[model]
+        expected = tiny.logits(tiny.load(base_model(model, dropout=True)))
+        trainer = self.trial(model, dropout=True).trainer(tmp_path)
+        torch.testing.assert_close(tiny.logits(trainer.model), expected, rtol=0, atol=1e-6)
+
+    def test_changes_what_requires_a_gradient_and_nothing_else(self, model: str, tmp_path: Path) -> None:
+        """After some steps every parameter that requires a gradient has changed, and no other bit of the model."""
+        with quick_collections():
+            trainer = self.trial(model, dropout=True, save=False).trainer(tmp_path)
+            promised = {name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
+            before = bits_of(trainer.model)
+            trainer.train()
+        assert promised
+        assert changed(before, bits_of(trainer.model)) == promised
+
+    def test_other_seed_gives_other_weights(self, model: str) -> None:
+        """The seed reaches what is random."""
+        assert self.trained(model).bits != self.trial(model, dropout=True, seed=8).run().bits
+
+    def test_loads_back_to_the_bit(self, model: str) -> None:
+        """Saved and loaded, it gives the same answers to the bit."""
+        import torch
+
+        import tunery
+
+        outcome = self.trained(model)
+        loaded = tunery.load_run(outcome.folder)
+        torch.testing.assert_close(MODELS[model].logits(loaded.model), outcome.logits, rtol=0, atol=0)
+
+    @pytest.mark.parametrize("merge", [False, True], ids=["apart", "merged"])
+    def test_exports_what_others_load(self, model: str, merge: bool, tmp_path: Path) -> None:
+        """What it exports loads with transformers and PEFT alone and gives the same logits; no hook or class stays."""
+        import torch
+
+        import tunery
+
+        outcome, tiny = self.trained(model), MODELS[model]
+        try:
+            folder = tunery.export_run(outcome.folder, tmp_path / "exported", merge=merge)
+        except CompatibilityError as error:
+            assert merge and "\n" not in str(error)
+            return
+        torch.testing.assert_close(tiny.logits(tiny.load_exported(folder)), outcome.logits, rtol=0, atol=1e-5)
+        loaded = tunery.load_run(outcome.folder)
+        assert_no_trace(loaded.recipe.strategy.export(loaded.model, loaded.run, merge=merge), self.entry().cls)
+
+    @pytest.mark.parametrize("step", KILLED_AFTER)
+    def test_resumes_as_if_never_killed(self, model: str, step: int) -> None:
+        """Killed after a step and resumed, it ends with the same bits, dropout on."""
+        trial = self.trial(model, dropout=True)
+        assert trial.run(resume=step).bits == trial.run().bits
+
+    def test_resumes_on_every_stage(self, stage: str) -> None:
+        """The same on two processes."""
+        trial = self.trial(self.first_model(), dropout=True, steps=2)
+        assert trial.run(stage, resume=1).bits == trial.run(stage).bits
+
+    def test_same_losses_on_every_stage(self, model: str, stage: str) -> None:
+        """The loss of every one of 20 steps is that of one process, at equal global batch."""
+        trial = self.trial(model, steps=LONG, save=False)
+        losses = trial.run(stage).logged("loss")
+        assert len(losses) == LONG
+        assert losses == pytest.approx(trial.run().logged("loss"), rel=1e-5)
+
+    def test_same_files_on_every_stage(self, model: str, stage: str) -> None:
+        """What a stage saves has the keys, shapes and values that one process saves, and loads back."""
+        import torch
+
+        import tunery
+
+        trial = self.trial(model, steps=LONG, save=False)
+        found, expected = trial.run(stage).weights, trial.run().weights
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4, msg=name)
+        loaded = tunery.load_run(trial.run(stage).folder)
+        torch.testing.assert_close(MODELS[model].logits(loaded.model), trial.run().logits, rtol=0, atol=1e-4)

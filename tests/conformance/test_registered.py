@@ -1,0 +1,21 @@
+"""Every registered plugin keeps every law of its kind."""
+
+from __future__ import annotations
+
+from tunery.registry.conformance import StrategyLaws
+
+
+class TestFull(StrategyLaws):
+    plugin = "full"
+
+
+class TestHead(StrategyLaws):
+    plugin = "head"
+
+
+class TestLora(StrategyLaws):
+    plugin = "lora:r=4,use_rslora=true"
+
+
+class TestPeftVera(StrategyLaws):
+    plugin = "peft:peft_type=VERA,r=4"
