@@ -15,6 +15,12 @@ from ..registry.selection import parse_selections
 
 PRESETS = {f"zero{stage}": Path(__file__).parent / "deepspeed" / f"zero{stage}.json" for stage in (1, 2, 3)}
 PLUGIN_FIELDS = ("strategy", "regularizers", "probes")
+# Older transformers know it by its older name only.
+CHECKPOINTING = (
+    "activation_checkpointing"
+    if hasattr(transformers.TrainingArguments, "activation_checkpointing")
+    else "gradient_checkpointing"
+)
 PROBE_MOMENTS = ("begin", "evaluate", "end")
 
 
@@ -56,19 +62,26 @@ class PluginArguments:
             if moment not in PROBE_MOMENTS:
                 raise RecipeError(f"no probe moment {moment!r}", known=PROBE_MOMENTS)
         arguments: Any = self  # the transformers.TrainingArguments this class is mixed into
+        # Said aloud, so that several processes without a GPU count themselves right from the start.
+        arguments.use_cpu = arguments.use_cpu or not torch.accelerator.is_available()
         arguments.deepspeed = resolve_deepspeed(arguments.deepspeed)
         if arguments.deepspeed:
             _start_deepspeed(use_cpu=arguments.use_cpu)
         super().__post_init__()  # type: ignore[misc]
         # Re-entrant checkpointing breaks losses of two forward passes and shared weights.
-        if arguments.activation_checkpointing:
-            kwargs = dict(arguments.activation_checkpointing_kwargs or {})
-            arguments.activation_checkpointing_kwargs = {"use_reentrant": False, **kwargs}
+        if checkpoints_activations(arguments):
+            kwargs = getattr(arguments, f"{CHECKPOINTING}_kwargs") or {}
+            setattr(arguments, f"{CHECKPOINTING}_kwargs", {"use_reentrant": False, **kwargs})
 
 
 @dataclass
 class TrainingArguments(PluginArguments, transformers.TrainingArguments):
     """Everything ``transformers.TrainingArguments`` takes, and the fields of :class:`PluginArguments`."""
+
+
+def checkpoints_activations(args: Any) -> bool:
+    """Whether layers are re-run in the backward pass instead of kept."""
+    return bool(getattr(args, CHECKPOINTING, False))
 
 
 def resolve_deepspeed(value: Any) -> Any:
@@ -92,7 +105,7 @@ def _start_deepspeed(use_cpu: bool) -> None:
     """Choose accelerator and back-end before DeepSpeed looks for itself; alone, be a world of one without a launcher."""
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    if use_cpu or not torch.cuda.is_available():
+    if use_cpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         import deepspeed
 

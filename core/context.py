@@ -11,6 +11,7 @@ from transformers.models.auto import modeling_auto as auto
 
 from ..registry.context import RunContext, Task, TaskKind
 from .anatomy import new_parameters
+from .arguments import checkpoints_activations
 from .recipe import anatomy_finder
 from .sharding import ModelSharding
 
@@ -51,7 +52,7 @@ def make_context(model: nn.Module, args: Any, task: Task) -> RunContext:
         sharding=ModelSharding(_zero_stage(args)),
         pretrained_parameters=frozenset(name for name, _ in model.named_parameters()) - fresh,
         logger=logging.getLogger("tunery"),
-        activation_checkpointing=bool(args.activation_checkpointing),
+        activation_checkpointing=checkpoints_activations(args),
         find_anatomy=anatomy_finder(),
     )
 

@@ -51,21 +51,28 @@ class Objective:
         self._shares: list[Share] = []
         self._terms: dict[str, torch.Tensor] = {}
         self._steps = 0
+        self._step = 0
 
     @property
     def names(self) -> list[str]:
         """Names of the terms, in the order they are added."""
         return ["task", *(regularizer.name for regularizer in self.regularizers)]
 
-    def plan(self, batches: Sequence[Any], shifts_labels: bool, accelerator: Any, across_ranks: bool) -> None:
-        """Weigh the micro-batches of the coming optimizer step.
+    def plan(
+        self, batches: Sequence[Any], shifts_labels: bool, accelerator: Any, across_ranks: bool, step: int = 0
+    ) -> None:
+        """Weigh the micro-batches of the coming optimizer step, and tell every regularizer that it is coming.
 
         Args:
             batches: this rank's micro-batches.
             shifts_labels: whether the model predicts ``labels[..., 1:]``.
             accelerator: sums the counts over ranks.
             across_ranks: whether a label counts the same on every rank, or every rank the same.
+            step: optimizer steps done.
         """
+        self._step = step
+        for regularizer in self.regularizers:
+            regularizer.begin_step(step)
         self._steps += 1
         self._shares = []
         if not batches or not isinstance(batches[0], Mapping):
@@ -108,7 +115,7 @@ class Objective:
         """
         # The loop divides what is not normalised by the number of micro-batches; what is, it leaves alone.
         by_mean = 1.0 if share is None or not normalised else 1.0 / share.count
-        batch = Batch(inputs=inputs, outputs=outputs, model=model, task=self.task)
+        batch = Batch(inputs=inputs, outputs=outputs, model=model, task=self.task, step=self._step)
         replaced = next((new for r in self.regularizers if (new := r.task_loss(batch)) is not None), None)
         if replaced is not None:
             total = replaced * _on(share.items, replaced) * by_mean if share else replaced

@@ -8,11 +8,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, get_type_hints
+from typing import Annotated, Any, NoReturn, get_type_hints
 
 import torch
 import yaml
+from annotated_types import Ge, Interval
 from transformers import HfArgumentParser
+from transformers.integrations.integration_utils import get_available_reporting_integrations
 
 from ..registry.errors import RecipeError, TuneryError, did_you_mean
 from ..registry.selection import read_yaml
@@ -163,16 +165,20 @@ def build_options(given: Mapping[str, Any]) -> Options:
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise RecipeError(f"cannot use these arguments: {first}", remedy="see tunery train --keys") from None
     run, data, training = parts
-    for name in training.report_to:
-        known = ["none", "all", *get_available_reporting_integrations()]
-        if name not in known:
-            raise RecipeError(f"report_to={name!r} is not installed or not known", known=known)
+    _check_reporting(training)  # type: ignore[arg-type]
     return Options(run=run, data=data, training=training, given=dict(given))  # type: ignore[arg-type]
 
 
 def _quiet_defaults() -> dict[str, Any]:
     """Return transformers' defaults where they only make noise: bars without a terminal, pinning without a GPU."""
     return {"disable_tqdm": not sys.stderr.isatty(), "dataloader_pin_memory": torch.cuda.is_available()}
+
+
+def _check_reporting(training: TrainingArguments) -> None:
+    known = ["none", "all", *get_available_reporting_integrations()]  # type: ignore[no-untyped-call]
+    for name in training.report_to or ():
+        if name not in known:
+            raise RecipeError(f"report_to={name!r} is not installed or not known", known=known)
 
 
 def _typed(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ..registry.catalog import Catalog, Entry
 from ..registry.context import RunContext
@@ -142,7 +142,8 @@ def _taught_anatomies() -> dict[str, Any]:
     specs: dict[str, Any] = {}
     owners: dict[str, str] = {}
     for implementation in load_plugins().manager.hook.tunery_anatomies.get_hookimpls():
-        for model_type, spec in implementation.function().items():
+        offered = cast("Mapping[str, Any]", implementation.function())
+        for model_type, spec in offered.items():
             if model_type in specs:
                 raise DuplicatePluginError(
                     f"architecture {model_type!r} is described by {owners[model_type]} and by {implementation.plugin_name}",

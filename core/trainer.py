@@ -136,6 +136,7 @@ class PluginTrainerMixin(_Trainer):
             shifts_labels=self._loss_shifts_labels,
             accelerator=self.accelerator,
             across_ranks=self.args.average_tokens_across_devices,
+            step=self.state.global_step,
         )
         return samples, num_items
 
@@ -153,11 +154,10 @@ class PluginTrainerMixin(_Trainer):
         given = dict(inputs)  # label smoothing pops the labels
         self.objective.begin(given)
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-        normalised = self.compute_loss_func is not None or (
-            self.model_accepts_loss_kwargs and num_items_in_batch is not None
-        )
-        if self.loss_is_scaled_for_ga is not None:
-            normalised = self.loss_is_scaled_for_ga
+        normalised = getattr(self, "loss_is_scaled_for_ga", None)  # newer transformers: what a subclass says of itself
+        if normalised is None:
+            counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+            normalised = counted or self.compute_loss_func is not None
         total = self.objective.total(loss, outputs, given, model, share, normalised)
         return (total, outputs) if return_outputs else total
 

@@ -243,12 +243,14 @@ class Batch:
         outputs: what it returned.
         model: the model as it was called, perhaps wrapped by DDP or DeepSpeed.
         task: the task of the batch.
+        step: optimizer steps done before the one it belongs to; the same after resuming, and for all its micro-batches.
     """
 
     inputs: Mapping[str, Any]
     outputs: Any
     model: nn.Module
     task: Task
+    step: int = 0
 
 
 class Reference(Protocol):

@@ -81,15 +81,18 @@ class Regularizer(Plugin):
     """What the loss adds, or the weights do, while training.
 
     Laws: attach then detach leaves state_dict keys, classes and evaluation output unchanged; gradients agree for
-    (batch 8), (2 x accumulation 4), (2 ranks x 4) and every ZeRO stage; the off value of its strength (``off``) is
-    bit-identical to not having it.
+    (batch 8), (2 x accumulation 4) unless ``batch_wise``, (2 ranks x 4) and every ZeRO stage; the off value of its
+    strength (``off``) is bit-identical to not having it.
 
     Attributes:
         off: config values that switch the method off, for the law above.
+        batch_wise: whether it looks at relations between the rows of a micro-batch, all ranks' together, so that
+            accumulation changes it. A mean over rows does not.
     """
 
     kind: ClassVar[str] = "regularizer"
     off: ClassVar[dict[str, Any]] = {"weight": 0.0}
+    batch_wise: ClassVar[bool] = False
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -104,6 +107,9 @@ class Regularizer(Plugin):
     @abstractmethod
     def attach(self, model: nn.Module, run: RunContext) -> None:
         """Prepare the model, before it is sharded or wrapped. Work inside modules' forward, so ZeRO-3 sees it too."""
+
+    def begin_step(self, step: int) -> None:
+        """Get ready for the micro-batches of one optimizer step; ``step`` are done: the same on every rank, and resumed."""
 
     def begin(self, inputs: Mapping[str, Any]) -> None:
         """Get ready for the forward pass of one training micro-batch. A re-run in the backward pass comes without it."""

@@ -74,7 +74,8 @@ class Loaded:
             for cls in found:
                 trial.add(cls, origin)
         except BaseException:
-            self.manager.unregister(module)
+            if self.manager.is_registered(module):  # older pluggy keeps a module whose hook has a wrong argument
+                self.manager.unregister(module)
             raise
         if not self.manager.get_hookcallers(module):
             self.manager.unregister(module)

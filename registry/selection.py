@@ -40,7 +40,7 @@ class Selection:
 
     def __str__(self) -> str:
         """Return the string form, which :func:`parse_selection` reads back to an equal selection if options are plain data."""
-        options = ",".join(f"{key}={json.dumps(value, default=repr)}" for key, value in self.options.items())
+        options = ",".join(f"{key}={_written(value)}" for key, value in self.options.items())
         return f"{self.name}:{options}" if options else self.name
 
 
@@ -132,7 +132,9 @@ def _adapter(config: type) -> TypeAdapter[Any]:
 
     # A dataclass alone takes no settings of ours; inside a union it inherits them.
     union: Any = config | None
-    return TypeAdapter(union, config=ConfigDict(allow_inf_nan=False))
+    adapter: TypeAdapter[Any] = TypeAdapter(union, config=ConfigDict(allow_inf_nan=False))
+    adapter.rebuild(raise_errors=True)  # an annotation that cannot be resolved is named
+    return adapter
 
 
 def _as_json(value: object) -> bytes | None:
@@ -276,6 +278,13 @@ def _loader() -> type:
     number = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+\Z")
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
     return Loader
+
+
+def _written(value: object) -> str:
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return json.dumps(_shown(value))
 
 
 def _shown(value: object, limit: int = 60) -> str:

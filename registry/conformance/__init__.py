@@ -10,6 +10,8 @@ The plugin has to be installed. The laws train tiny models on CPU, offline; need
 
 from __future__ import annotations
 
+from .probe import ProbeLaws
+from .regularizer import RegularizerLaws
 from .strategy import StrategyLaws
 
-__all__ = ["StrategyLaws"]
+__all__ = ["ProbeLaws", "RegularizerLaws", "StrategyLaws"]

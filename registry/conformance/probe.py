@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -55,7 +54,7 @@ class ProbeLaws(PluginLaws):
     def test_leaves_no_trace_when_it_fails(self, model: str, tmp_path: Path) -> None:
         """The same when what the probe uses raises: at first, midway, and at last."""
         trial = self.trial(model, dropout=True, accumulation=2)
-        calls = _Failing.count(trial, tmp_path / "count")
+        calls = _count_calls(trial, tmp_path / "count")
         assert calls, "the probe uses neither the model, nor its sharding, nor the evaluation"
         for call in sorted({1, calls // 2 + 1, calls}):
             job = {**trial.job(ONE, tmp_path / str(call)), "fail": call}
@@ -143,10 +142,47 @@ class _Failing:
     Args:
         trainer: whose sharding, evaluation and model are watched.
         at: the call that raises; 0 for none.
+
+    Attributes:
+        calls: how many there were.
+        raised: whether the fault came back to whoever asked for the measurement.
     """
 
-    def __init__(self, trainer: Any, at: int) -> None:
+    def __init__(self, trainer: Any, at: int = 0) -> None:
         self._trainer = trainer
         self._at = at
         self.calls = 0
         self.raised = False
+
+    def __enter__(self) -> _Failing:
+        sharding = self._trainer.run.sharding
+        for name in SERVICES:
+            setattr(sharding, name, self._watched(getattr(sharding, name)))
+        self._trainer.evaluation_loop = self._watched(self._trainer.evaluation_loop)
+        self._hook = self._trainer.model.register_forward_pre_hook(self._watched(lambda *_: None))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        self._hook.remove()
+        del self._trainer.evaluation_loop
+        for name in SERVICES:
+            delattr(self._trainer.run.sharding, name)
+        self.raised = kind is _Fault
+        return self.raised
+
+    def _watched(self, service: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            if self.calls == self._at:
+                raise _Fault
+            return service(*args, **kwargs)
+
+        return call
+
+
+def _count_calls(trial: Trial, folder: Path) -> int:
+    with quick_collections():
+        trainer = trial.trainer(folder)
+        with _Failing(trainer) as watched:
+            trainer.probe("end")
+    return watched.calls

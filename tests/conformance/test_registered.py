@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tunery.registry.conformance import StrategyLaws
+from tunery.registry.conformance import ProbeLaws, RegularizerLaws, StrategyLaws
 
 
 class TestFull(StrategyLaws):
@@ -19,3 +19,11 @@ class TestLora(StrategyLaws):
 
 class TestPeftVera(StrategyLaws):
     plugin = "peft:peft_type=VERA,r=4"
+
+
+class TestL2Sp(RegularizerLaws):
+    plugin = "l2_sp:alpha=0.5,beta=0.1"
+
+
+class TestWeightDistance(ProbeLaws):
+    plugin = "weight_distance"

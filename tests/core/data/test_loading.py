@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -148,11 +149,15 @@ def test_sample_is_drawn_from_everywhere_and_by_the_seed() -> None:
     assert sample(rows, 2000, seed=3).num_rows == sample(rows, None, seed=3).num_rows == 1000
 
 
-def test_quiet_leaves_the_libraries_as_they_were() -> None:
+def test_quiet_leaves_the_libraries_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     """Verbosity and progress bars are the user's again afterwards, also after an error."""
     import datasets
 
-    before = datasets.logging.get_verbosity(), datasets.are_progress_bars_disabled()
+    monkeypatch.setattr("sys.stderr", io.StringIO())  # no terminal
+    datasets.enable_progress_bars()
+    verbosity = datasets.logging.get_verbosity()
     with pytest.raises(KeyError), quiet():
+        assert datasets.are_progress_bars_disabled()
         raise KeyError
-    assert before == (datasets.logging.get_verbosity(), datasets.are_progress_bars_disabled())
+    assert datasets.logging.get_verbosity() == verbosity
+    assert not datasets.are_progress_bars_disabled()
