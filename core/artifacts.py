@@ -35,10 +35,10 @@ _SAMPLES = 64
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write JSON under a temporary name and rename it: readers see the old file or the new one, never half of it."""
+    text = json.dumps(content, indent=2, sort_keys=True) + "\n"
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with temporary.open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=2, sort_keys=True)
-        file.write("\n")
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
@@ -257,10 +257,11 @@ def _load_adapter(model: nn.Module, path: Path) -> None:
         raise ArtifactError(f"{path} is an adapter and {type(model).__name__} has none")
     state = _read(path)
     result: Any = set_peft_model_state_dict(model, state)
-    if result.unexpected_keys:
-        raise ArtifactError(
-            f"{path} holds {result.unexpected_keys[0]!r}, which {type(model.get_base_model()).__name__} lacks"
-        )
+    # A prompt is loaded apart from the rest, and still counts as unexpected then.
+    is_prompt = model.peft_config[model.active_adapter].is_prompt_learning
+    unexpected = [key for key in result.unexpected_keys if not (is_prompt and key == "prompt_embeddings")]
+    if unexpected:
+        raise ArtifactError(f"{path} holds {unexpected[0]!r}, which {type(model.get_base_model()).__name__} lacks")
 
 
 def _load_full(model: nn.Module, folder: Path) -> None:

@@ -65,7 +65,7 @@ def train(options: Options) -> dict[str, Any]:
 
     set_seed(args.seed)
     with args.main_process_first(desc="reading the data"):
-        data = load_task_data(options.data, seed=args.seed)
+        data = load_task_data(options.data, seed=args.seed if args.data_seed is None else args.data_seed)
     reference, revision = options.run.model_name_or_path, options.run.model_revision
     processor = load_processor(reference, data.task, revision)
     model = load_model(reference, data.task, revision, options.run.dtype)

@@ -18,7 +18,7 @@ from peft import PeftModel
 from torch import nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints, set_seed
 
-from ..registry.context import RunContext, Subject, Task
+from ..registry.context import RunContext, Subject, Task, TaskKind
 from ..registry.errors import ArtifactError, CompatibilityError, RecipeError
 from .arguments import PLUGIN_FIELDS, PROBE_MOMENTS, TrainingArguments
 from .artifacts import describe_base, last_checkpoint, manifest, read_manifest, seal
@@ -133,7 +133,8 @@ class PluginTrainerMixin(_Trainer):
         samples, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self.objective.plan(
             samples,
-            shifts_labels=self._loss_shifts_labels,
+            # transformers does not know of GPT-2's loss that it shifts; the task does
+            shifts_labels=self._loss_shifts_labels or self.run.task.kind is TaskKind.CAUSAL_LM,
             accelerator=self.accelerator,
             across_ranks=self.args.average_tokens_across_devices,
             step=self.state.global_step,

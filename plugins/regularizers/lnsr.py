@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -165,7 +165,7 @@ class Lnsr(Regularizer):
         valid_BT = _valid(batch.inputs, h_BTD)
         noisy_BTD = h_BTD + self._noise(batch, h_BTD, valid_BT)
         moved: list[torch.Tensor] = []
-        with _random_state_kept(h_BTD):
+        with _random_state_kept({call.hidden.device for call in calls.values()}):
             for number, module in self._upper.items():
                 call = calls[number]
                 noisy_BTD = call.again(module, noisy_BTD)
@@ -207,22 +207,20 @@ class _Call:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    random: tuple[Any, ...]
-    autocast: dict[str, Any]
-    output: Any = field(default=None)
+    host_random: torch.Tensor
+    device_random: tuple[list[int], list[torch.Tensor]]
+    autocast: tuple[str, torch.dtype, bool]
+    output: torch.Tensor | None = None
 
     @classmethod
     def now(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
         import torch
+        from torch.utils.checkpoint import get_device_states
 
         hidden = args[0] if args else kwargs["hidden_states"]
-        device_type = hidden.device.type
-        autocast = {
-            "device_type": device_type,
-            "enabled": torch.is_autocast_enabled(device_type),
-            "dtype": torch.get_autocast_dtype(device_type),
-        }
-        return cls(args, kwargs, _random_state(hidden), autocast)
+        kind = hidden.device.type
+        autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        return cls(args, kwargs, torch.get_rng_state(), get_device_states(hidden), autocast)
 
     @property
     def hidden(self) -> torch.Tensor:
@@ -232,9 +230,11 @@ class _Call:
     def again(self, module: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
         """Repeat the call with another hidden state: same masks and positions, same dropout, same precision."""
         import torch
+        from torch.utils.checkpoint import set_device_states
 
-        _set_random_state(self.random, hidden)
-        with torch.autocast(**self.autocast):
+        torch.set_rng_state(self.host_random)
+        set_device_states(*self.device_random, device_type=hidden.device.type)
+        with torch.autocast(*self.autocast):
             if self.args:
                 return _hidden(module(hidden, *self.args[1:], **self.kwargs))
             return _hidden(module(**{**self.kwargs, "hidden_states": hidden}))
@@ -250,30 +250,15 @@ def _hidden(output: Any) -> torch.Tensor:
     return output[0] if isinstance(output, tuple) else output  # type: ignore[no-any-return]
 
 
-def _random_state(hidden: torch.Tensor) -> tuple[Any, ...]:
-    """Return the state of the generators that a layer on ``hidden``'s device draws from."""
-    import torch
-    from torch.utils.checkpoint import get_device_states
-
-    return torch.get_rng_state(), *get_device_states(hidden)
-
-
-def _set_random_state(state: tuple[Any, ...], hidden: torch.Tensor) -> None:
-    import torch
-    from torch.utils.checkpoint import set_device_states
-
-    host, devices, states = state
-    torch.set_rng_state(host)
-    set_device_states(devices, states, device_type=hidden.device.type)
-
-
 @contextmanager
-def _random_state_kept(hidden: torch.Tensor) -> Iterator[None]:
-    state = _random_state(hidden)
-    try:
+def _random_state_kept(devices: set[torch.device]) -> Iterator[None]:
+    """Put the generators of the host and of ``devices``, of one type, back afterwards."""
+    import torch
+
+    accelerators = [device for device in devices if device.type != "cpu"]
+    kind = accelerators[0].type if accelerators else "cpu"
+    with torch.random.fork_rng(accelerators, device_type=kind):
         yield
-    finally:
-        _set_random_state(state, hidden)
 
 
 def _valid(inputs: Mapping[str, Any], h_BTD: torch.Tensor) -> torch.Tensor:

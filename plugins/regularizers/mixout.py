@@ -41,7 +41,9 @@ class MixOut(Regularizer):
 
     name = "mixout"
     summary = "mix pre-trained values into random weights while training"
-    reference = "Lee, Cho and Kang 2020, Mixout, section 3; with the derivative's factor 1/(1-p), which the authors' code lacks"
+    reference = (
+        "Lee, Cho and Kang 2020, Mixout, section 3; with the derivative's factor 1/(1-p), which the authors' code lacks"
+    )
     off = {"p": 0.0}  # noqa: RUF012  # a ClassVar in the contract
 
     @dataclass(frozen=True, kw_only=True)

@@ -77,7 +77,8 @@ class MMR(Regularizer):
                 remedy="leave it out or train more than the head",
             )
         config: Any = model.config
-        self._num_labels, self._pad_token_id = config.num_labels, config.pad_token_id
+        self._num_labels = config.num_labels
+        self._pad_token_id = getattr(config, "pad_token_id", None)  # images have no pads
         self._world_size = run.sharding.world_size
         self._hook = head.register_forward_pre_hook(self._before_head)
 
@@ -112,7 +113,8 @@ class MMR(Regularizer):
         first, second = torch.triu_indices(len(present_P), len(present_P), offset=1, device=means_PD.device)
         # vector_norm's gradient at 0 is 0: where two means coincide no direction is better than another.
         distances = torch.linalg.vector_norm(means_PD[first] - means_PD[second], dim=-1)
-        return (1 / (1 + distances)).mean()
+        penalty: torch.Tensor = (1 / (1 + distances)).mean()
+        return penalty
 
     def _pooled(self, features: torch.Tensor, inputs: Mapping[str, Any]) -> torch.Tensor:
         """Return one feature a row; decoders' heads see every token, and transformers takes the last one that is no pad."""

@@ -10,8 +10,12 @@ The plugin has to be installed. The laws train tiny models on CPU, offline; need
 
 from __future__ import annotations
 
-from .probe import ProbeLaws
-from .regularizer import RegularizerLaws
-from .strategy import StrategyLaws
+import pytest
+
+pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in ("laws", "probe", "regularizer", "strategy")))
+
+from .probe import ProbeLaws  # noqa: E402  # assertions are rewritten as a module is imported
+from .regularizer import RegularizerLaws  # noqa: E402
+from .strategy import StrategyLaws  # noqa: E402
 
 __all__ = ["ProbeLaws", "RegularizerLaws", "StrategyLaws"]

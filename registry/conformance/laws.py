@@ -163,7 +163,10 @@ def _wrong_type(hint: Any) -> Any:
     if plain in (Any, object):
         return _NO_VALUE
     members = typing.get_args(plain) if _is_union(plain) else (plain,)
-    mappings = any(isinstance(kind := typing.get_origin(_plain(m)) or _plain(m), type) and issubclass(kind, Mapping) for m in members)
+    mappings = any(
+        isinstance(kind := typing.get_origin(_plain(m)) or _plain(m), type) and issubclass(kind, Mapping)
+        for m in members
+    )
     return [["not", "this"]] if mappings else {"not": ["this"]}
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from .laws import PluginLaws
 from .traces import changed, everything
-from .trials import ONE, Trial, build, quick_collections
+from .trials import ONE, Job, Trial, tiny_process
 from .workers import on_stage
 
 STEPS = 4
@@ -57,8 +57,8 @@ class ProbeLaws(PluginLaws):
         calls = _count_calls(trial, tmp_path / "count")
         assert calls, "the probe uses neither the model, nor its sharding, nor the evaluation"
         for call in sorted({1, calls // 2 + 1, calls}):
-            job = {**trial.job(ONE, tmp_path / str(call)), "fail": call}
-            assert measure_midway(job) == [], f"failing at call {call} of {calls}"
+            found = measure_midway(trial.job(ONE, tmp_path / str(call)), failing_at=call)
+            assert found == [], f"failing at call {call} of {calls}"
 
     def test_measures_the_same_on_every_stage(self, model: str, strategy: str, stage: str) -> None:
         """Two ranks of any stage measure what one process measures."""
@@ -92,7 +92,7 @@ def _what(row: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key != "value"}
 
 
-def measure_midway(job: Mapping[str, Any]) -> list[str]:
+def measure_midway(job: Job, failing_at: int = 0) -> list[str]:
     """Measure between two micro-batches and after a step; return what differs afterwards, of any rank."""
     from transformers import TrainerCallback
 
@@ -109,14 +109,14 @@ def measure_midway(job: Mapping[str, Any]) -> list[str]:
         def watch(self) -> None:
             nonlocal measured
             before = everything(trainer)
-            with _Failing(trainer, job.get("fail", 0)) as failing:
+            with _Failing(trainer, failing_at) as failing:
                 trainer.probe("evaluate")
             measured += 1
-            assert failing.raised or not job.get("fail")
+            assert failing.raised == bool(failing_at)
             differing.update(changed(before, everything(trainer)))
 
-    with quick_collections():
-        trainer = build(job, callbacks=[Midway()])
+    with tiny_process():
+        trainer = job.trainer(callbacks=[Midway()])
         trainer.train()
     assert measured
     return sorted(_of_all_ranks(differing))
@@ -181,7 +181,7 @@ class _Failing:
 
 
 def _count_calls(trial: Trial, folder: Path) -> int:
-    with quick_collections():
+    with tiny_process():
         trainer = trial.trainer(folder)
         with _Failing(trainer) as watched:
             trainer.probe("end")

@@ -12,7 +12,7 @@ from ..errors import CompatibilityError
 from .laws import PluginLaws, refused
 from .models import MODELS, base_model
 from .traces import anatomy_of
-from .trials import ONE, Trial, quick_collections
+from .trials import ONE, Trial, tiny_process
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +55,7 @@ class RegularizerLaws(PluginLaws):
         import torch
 
         tiny = MODELS[model]
-        with quick_collections():
+        with tiny_process():
             trainer = self.trial(model, steps=2).trainer(tmp_path / "with")
             plain = self.trial(model, steps=2, regularizers=()).trainer(tmp_path / "without")
             expected = anatomy_of(plain.model)

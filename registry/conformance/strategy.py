@@ -12,7 +12,7 @@ from ..errors import CompatibilityError
 from .laws import PluginLaws
 from .models import MODELS, base_model
 from .traces import assert_no_trace, bits_of, changed
-from .trials import Trial, quick_collections
+from .trials import Trial, tiny_process
 
 if TYPE_CHECKING:
     from .trials import Outcome
@@ -55,7 +55,7 @@ class StrategyLaws(PluginLaws):
 
     def test_changes_what_requires_a_gradient_and_nothing_else(self, model: str, tmp_path: Path) -> None:
         """After some steps every parameter that requires a gradient has changed, and no other bit of the model."""
-        with quick_collections():
+        with tiny_process():
             trainer = self.trial(model, dropout=True, save=False).trainer(tmp_path)
             promised = {name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
             before = bits_of(trainer.model)

@@ -112,8 +112,8 @@ def _tensors(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _hash(value: torch.Tensor | None) -> str:
-    if value is None:
-        return "none"
+    if value is None or value.is_meta:
+        return "nothing"
     import torch
 
     plain = value.detach().cpu().contiguous()

@@ -76,14 +76,13 @@ class Trial:
         """
         return _run(json.dumps(dataclasses.asdict(self), sort_keys=True), where, resume)
 
-    def job(self, where: str, folder: Path) -> dict[str, Any]:
-        """Return the plain data from which :func:`build` makes this trial's Trainer, on whatever process."""
-        base = str(base_model(self.model, self.dropout))
-        return {"trial": dataclasses.asdict(self), "where": where, "folder": str(folder), "base": base}
+    def job(self, where: str, folder: Path, resume: Path | None = None) -> Job:
+        """Return this trial as something one process, or every rank of a worker group, can do."""
+        return Job(trial=self, where=where, folder=folder, base=base_model(self.model, self.dropout), resume=resume)
 
     def trainer(self, folder: Path, **arguments: Any) -> Any:
         """Return its ``tunery.Trainer`` on one process, nothing trained yet; ``arguments`` go to the Trainer."""
-        return build(self.job(ONE, folder), **arguments)
+        return self.job(ONE, folder).trainer(**arguments)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,50 +136,65 @@ class Outcome:
 def _run(described: str, where: str, resume: int | None) -> Outcome:
     trial = Trial(**json.loads(described))
     name = hashlib.sha256(f"{described}{where}{resume}".encode()).hexdigest()[:16]
-    job = trial.job(where, workspace() / "runs" / name)
-    if resume is not None:
-        job["resume"] = str(_run(described, where, None).folder / f"checkpoint-{resume}")
-    left = perform(job) if where == ONE else on_stage(where, perform, job)
-    return Outcome(folder=Path(job["folder"]), **left)
+    checkpoint = None if resume is None else _run(described, where, None).folder / f"checkpoint-{resume}"
+    job = trial.job(where, workspace() / "runs" / name, checkpoint)
+    logs, answers = perform(job) if where == ONE else on_stage(where, perform, job)
+    return Outcome(folder=job.folder, logs=logs, answers=answers)
 
 
-def perform(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Train and save: what one process does alone, and every rank of a worker group together."""
-    with quick_collections():
-        trainer = build(job)
-        trainer.train(resume_from_checkpoint=job.get("resume"))
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A trial at a place.
+
+    Attributes:
+        trial: what to run.
+        where: ``"one"``, or a stage.
+        folder: the run folder.
+        base: the base model's folder.
+        resume: the checkpoint to start from, if any.
+    """
+
+    trial: Trial
+    where: str
+    folder: Path
+    base: Path
+    resume: Path | None = None
+
+    def trainer(self, **arguments: Any) -> Any:
+        """Return the ``tunery.Trainer``; ``arguments`` go to it."""
+        import tunery
+
+        args = tunery.TrainingArguments(**_arguments(self.trial, self.where, str(self.folder)))
+        tiny = MODELS[self.trial.model]
+        rows = tiny.rows(self.trial.rows)
+        # The model is loaded after the arguments are made, as scripts do it: ZeRO-3 then shards it while it is loaded.
+        model = tiny.load(self.base)
+        return tunery.Trainer(model=model, args=args, train_dataset=rows, eval_dataset=rows[:EVALUATED], **arguments)
+
+
+def perform(job: Job) -> tuple[list[dict[str, Any]], list[Any] | None]:
+    """Train and save; return the log history and, where one process knows them, the trained model's answers."""
+    with tiny_process():
+        trainer = job.trainer()
+        trainer.train(resume_from_checkpoint=None if job.resume is None else str(job.resume))
         trainer.save_model()
-        alone = job["where"] == ONE
-        answers = MODELS[job["trial"]["model"]].logits(trainer.model).tolist() if alone else None
-        return {"logs": trainer.state.log_history, "answers": answers}
+        answers = MODELS[job.trial.model].logits(trainer.model).tolist() if job.where == ONE else None
+        return trainer.state.log_history, answers
 
 
 @contextmanager
-def quick_collections() -> Iterator[None]:
-    """Keep what lives already out of the garbage collections inside: the Trainer's own take longer than a tiny training."""
+def tiny_process() -> Iterator[None]:
+    """Inside, a tiny training is quick: one thread, and no garbage collection of what lived before."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     gc.freeze()
     try:
         yield
     finally:
         gc.unfreeze()
-
-
-def build(job: Mapping[str, Any], **trainer_arguments: Any) -> Any:
-    """Return the ``tunery.Trainer`` of a job, with ``trainer_arguments`` added."""
-    import tunery
-
-    trial = Trial(**job["trial"])
-    args = tunery.TrainingArguments(**_arguments(trial, job["where"], job["folder"]))
-    tiny = MODELS[trial.model]
-    rows = tiny.rows(trial.rows)
-    # The model is loaded after the arguments are made, as scripts do it: ZeRO-3 then shards it while it is loaded.
-    return tunery.Trainer(
-        model=tiny.load(job["base"]),
-        args=args,
-        train_dataset=rows,
-        eval_dataset=rows[:EVALUATED],
-        **trainer_arguments,
-    )
+        torch.set_num_threads(threads)
 
 
 def _arguments(trial: Trial, where: str, folder: str) -> dict[str, Any]:

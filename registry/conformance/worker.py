@@ -1,48 +1,68 @@
-"""One process of a worker group: ``python -m tunery.registry.conformance.worker``, started by :mod:`.workers`."""
+"""What one process of a worker group does; see :mod:`.workers`."""
 
 from __future__ import annotations
 
-import importlib
-import json
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from ..errors import TuneryError
 
-_COLLECTIVE = timedelta(seconds=300)
+_COLLECTIVE = timedelta(seconds=600)  # the group's own limit is shorter
 
 
-def main() -> None:
-    """Join the process group, then answer jobs until stdin ends."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever a library prints goes to the log
+def serve(line: Connection, rank: int, ranks: int, folder: str) -> None:
+    """Join the process group, then do jobs until the line is hung up.
+
+    Args:
+        line: jobs come in, as function and arguments; answers go out, as result and error.
+        rank: this process.
+        ranks: how many there are.
+        folder: where the processes meet and write their logs; no port is needed.
+    """
+    log = os.open(Path(folder) / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    own_bin = str(Path(sys.executable).parent)  # DeepSpeed builds with the ninja that is installed there
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+        "OMP_NUM_THREADS": "1",
+        "PATH": os.pathsep.join([own_bin, os.environ.get("PATH", "")]),
+    }
+    import torch
     import torch.distributed as dist
 
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{os.environ['TUNERY_RENDEZVOUS']}",
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=_COLLECTIVE,
-    )
-    for line in sys.stdin:
-        answers.write(json.dumps(_answer(json.loads(line))) + "\n")
-        answers.flush()
+    torch.set_num_threads(1)
+    rendezvous = f"file://{folder}/rendezvous"
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=ranks, timeout=_COLLECTIVE)
+    while True:
+        try:
+            job, arguments = line.recv()
+        except EOFError:
+            break
+        line.send(_done(job, arguments))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _answer(request: dict[str, Any]) -> dict[str, Any]:
-    module, _, name = request["job"].partition(":")
+def _done(job: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, object]:
+    """Return the job's result, or ``None`` and the error: a refusal of tunery itself, anything else as text."""
     try:
-        return {"result": getattr(importlib.import_module(module), name)(request["payload"])}
+        return job(*arguments), None
     except TuneryError as error:
-        return {"error": str(error), "refused": type(error).__name__}
+        return None, error
     except Exception:
-        return {"error": traceback.format_exc()}
+        return None, traceback.format_exc()
     finally:
         _forget()
 
@@ -55,7 +75,3 @@ def _forget() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     unset_hf_deepspeed_config()
-
-
-if __name__ == "__main__":
-    main()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read once, when the hub client is imported
 
 import pytest
 import torch
@@ -72,7 +75,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tiny]:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
         patch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
         patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("HF_HUB_OFFLINE", "1")
         yield made
     torch.set_num_threads(threads)
 

@@ -14,13 +14,18 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
+
 from tunery.core.recipe import choose
 from tunery.core.sharding import ModelSharding
 from tunery.plugins.regularizers.mixout import MixOut
 from tunery.registry.context import RunContext, Task, TaskKind
 from tunery.registry.errors import CompatibilityError, ConfigError
 
-LAYERS = {"linear": lambda: nn.Linear(8, 5), "no bias": lambda: nn.Linear(8, 5, bias=False), "conv1d": lambda: Conv1D(5, 8)}
+LAYERS = {
+    "linear": lambda: nn.Linear(8, 5),
+    "no bias": lambda: nn.Linear(8, 5, bias=False),
+    "conv1d": lambda: Conv1D(5, 8),
+}
 
 
 class OtherRank(ModelSharding):
@@ -156,7 +161,7 @@ def test_one_mask_a_step() -> None:
         regularizer.begin_step(step)
         for _ in range(passes):
             regularizer.begin({})
-        return [((effective(layer) - layer.weight)[0].abs() < 1.5).tolist() for layer in model]
+        return [(effective(layer) > layer.weight)[0].tolist() for layer in model]
 
     def differ(*drawn: list[list[bool]]) -> bool:
         return len({str(one) for one in drawn}) == len(drawn)
@@ -165,7 +170,9 @@ def test_one_mask_a_step() -> None:
     assert differ(masks(), masks(step=6), masks(seed=1), masks()[::-1])
     every = {"every": "forward"}
     assert masks(**every) == masks(**every)
-    assert differ(masks(**every), masks(passes=2, **every), masks(sharding=OtherRank(), **every), masks(step=6, **every))
+    assert differ(
+        masks(**every), masks(passes=2, **every), masks(sharding=OtherRank(), **every), masks(step=6, **every)
+    )
 
 
 @pytest.mark.parametrize("mask", ["column", "element"])
@@ -184,18 +191,15 @@ def test_a_rerun_has_the_same_mask(use_reentrant: bool, every: str) -> None:
     """Activation checkpointing, either kind, changes no bit of the gradients."""
     torch.manual_seed(0)
     model, regularizer, _ = moved(nn.Linear(8, 8), p=0.5, every=every)
-    x = torch.randn(4, 8, requires_grad=True)
-    regularizer.begin_step(2)
+    layer, x = model[0], torch.randn(4, 8, requires_grad=True)
     found = []
     for rerun in (False, True):
         regularizer.begin_step(2)
         regularizer.begin({})
+        layer.weight.grad = x.grad = None
         answer = checkpoint(model, x, use_reentrant=use_reentrant) if rerun else model(x)
-        found.append(torch.autograd.grad(answer.square().sum(), [x, *model.parameters()][:2])) if not use_reentrant else None
-        if use_reentrant:
-            model[0].weight.grad = x.grad = None
-            answer.square().sum().backward()
-            found.append((x.grad.clone(), model[0].weight.grad.clone()))
+        answer.square().sum().backward()
+        found.append((x.grad, layer.weight.grad))
     for plain, rerun_gradient in zip(*found, strict=True):
         assert torch.equal(plain, rerun_gradient)
 
@@ -253,7 +257,9 @@ def test_detach_leaves_nothing() -> None:
 
 def tiny_gpt2() -> GPT2LMHeadModel:
     torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(vocab_size=11, n_positions=8, n_embd=4, n_layer=1, n_head=2))
+    sizes = {"vocab_size": 11, "n_positions": 8, "n_embd": 4, "n_layer": 1, "n_head": 2}
+    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return GPT2LMHeadModel(GPT2Config(**sizes, **dropouts, bos_token_id=0, eos_token_id=0))
 
 
 def test_tied_weights_stay_tied() -> None:
@@ -278,7 +284,9 @@ def test_tied_weights_stay_tied() -> None:
 
 
 def mixed_names(model: nn.Module) -> list[str]:
-    return [name.removesuffix(".mixout_target") for name, _ in model.named_parameters() if name.endswith("mixout_target")]
+    return [
+        name.removesuffix(".mixout_target") for name, _ in model.named_parameters() if name.endswith("mixout_target")
+    ]
 
 
 def test_mixes_every_linear_layer_and_nothing_else() -> None:
@@ -318,9 +326,13 @@ def test_says_what_it_cannot_mix(caplog: pytest.LogCaptureFixture) -> None:
     frozen = tiny_gpt2().requires_grad_(False)
     lora = get_peft_model(tiny_gpt2(), LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
     for model in (frozen, lora):
-        with pytest.raises(CompatibilityError, match="^regularizer 'mixout' finds no linear layer.*use strategy 'full'$"):
+        with pytest.raises(
+            CompatibilityError, match=r"^regularizer 'mixout' finds no linear layer.*use strategy 'full'$"
+        ):
             attached(model, run)
-    with pytest.raises(CompatibilityError, match="no target module 'query' to mix; known: c_attn, c_fc, c_proj, lm_head$"):
+    with pytest.raises(
+        CompatibilityError, match=r"no target module 'query' to mix; known: c_attn, c_fc, c_proj, lm_head$"
+    ):
         attached(tiny_gpt2(), target_modules=("c_attn", "query"))
 
     class Doubling(nn.Linear):
