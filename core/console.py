@@ -168,7 +168,9 @@ def _details(entry: Entry) -> dict[str, Any]:
 
 def _type_name(annotation: Any) -> str:
     """Return an annotation as written; the config modules keep them as text."""
-    text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
+    if isinstance(annotation, type):
+        return annotation.__name__
+    text = str(annotation).replace("typing.", "")
     return " ".join(text.replace("Annotated[", "").rstrip("]").split()) if text.startswith("Annotated[") else text
 
 

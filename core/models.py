@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from safetensors import SafetensorError
 from transformers import AutoImageProcessor, AutoTokenizer
 
 from ..registry.context import Task, TaskKind
@@ -101,6 +102,9 @@ def load_processor(reference: str, task: Task, revision: str | None = None) -> A
     """
     auto = AutoImageProcessor if task.kind is TaskKind.IMAGE_CLASSIFICATION else AutoTokenizer
     processor = _from_pretrained(auto, reference, revision=revision or "main")
+    # Where a model has no tokenizer files, transformers makes one of nothing but special tokens.
+    if auto is AutoTokenizer and len(processor) <= len(processor.all_special_tokens):
+        raise RecipeError(f"model {reference!r} brings no tokenizer")
     if getattr(processor, "pad_token", "") is None:
         processor.pad_token = processor.eos_token
     return processor
@@ -110,7 +114,7 @@ def _from_pretrained(cls: Any, reference: str, **kwargs: Any) -> Any:
     path = resolve(reference)
     try:
         return cls.from_pretrained(path, **kwargs)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         remedy = "name a hub model, a local folder or package:NAME/path"
         raise RecipeError(f"cannot load model {reference!r}: {first}", remedy=remedy) from None

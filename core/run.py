@@ -57,10 +57,7 @@ def train(options: Options) -> dict[str, Any]:
         TuneryError: anything a user can mend; nothing has been trained then.
     """
     args, output_dir = options.training, options.output_dir
-    # A wrong name or a damaged checkpoint should cost no loading of models.
-    choose(args.strategy, args.regularizers, args.probes)
-    for name in options.run.baselines or ():
-        choose(None if name == MAJORITY else name)
+    choose(args.strategy, args.regularizers, args.probes)  # a wrong name should cost no loading of models
     resume, earlier = _prepare_output(options)
 
     set_seed(args.seed)
@@ -70,6 +67,8 @@ def train(options: Options) -> dict[str, Any]:
     processor = load_processor(reference, data.task, revision)
     model = load_model(reference, data.task, revision, options.run.dtype)
     encoded = encode(data, processor)
+    for name in options.run.baselines or ():
+        choose(None if name == MAJORITY else name).check(model, make_context(model, args, data.task))
 
     trainer = Trainer(
         model=model,
@@ -159,8 +158,9 @@ def _final_metrics(trainer: Trainer) -> dict[str, float]:
 def _baseline(options: Options, name: str, data: Any) -> dict[str, Any]:
     """Return the metrics of one baseline: the majority class, or a strategy trained with the same arguments."""
     if name == MAJORITY:
-        train_labels, labels = data.splits["train"]["labels"], data.splits["validation"]["labels"]
-        return {"metrics": majority_baseline(data.task, train_labels, labels), "parameters": {"trainable": 0}}
+        splits = [data.splits[split] for split in ("train", "validation")]
+        labels = [split["labels"] if "labels" in split.column_names else [] for split in splits]
+        return {"metrics": majority_baseline(data.task, *labels), "parameters": {"trainable": 0}}
     folder = options.output_dir / "baselines" / name.replace(":", "-").replace("=", "").replace(",", "-")
     if (folder / RESULT).is_file():  # an interrupted run had finished this baseline
         return dict(json.loads((folder / RESULT).read_text(encoding="utf-8")))

@@ -60,11 +60,9 @@ class ModelSharding:
     def sum_shards(self, values: torch.Tensor) -> torch.Tensor:
         """Sum over ranks under ZeRO-3; elsewhere every rank already has the whole."""
         if self.zero_stage == 3 and self.world_size > 1:
-            values = values.clone()
-            device = torch.device("cpu") if dist.get_backend() == "gloo" else torch.device("cuda")
-            moved = values.to(device)
+            moved = values.to(_collective_device(), copy=True)
             dist.all_reduce(moved)
-            values.copy_(moved)
+            return moved.to(values.device)
         return values
 
     @contextmanager
@@ -175,7 +173,14 @@ def _written(params: list[nn.Parameter]) -> Iterator[None]:
         yield
     for param in params:
         if not is_sharded(param):
-            dist.broadcast(param.data, src=0)
+            moved = param.data.to(_collective_device())
+            dist.broadcast(moved, src=0)
+            param.data.copy_(moved)
+
+
+def _collective_device() -> torch.device:
+    """Return where the process group communicates: a model still on the CPU has to go there and back under NCCL."""
+    return torch.device("cpu") if dist.get_backend() == "gloo" else torch.device("cuda", torch.cuda.current_device())
 
 
 def _hide(module: nn.Module, name: str) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -154,13 +155,16 @@ class PluginTrainerMixin(_Trainer):
         share = self.objective.next_share()
         given = dict(inputs)  # label smoothing pops the labels
         self.objective.begin(given)
-        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        with _last_output(model) as seen:
+            result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        loss, returned = result if return_outputs else (result, None)
         normalised = getattr(self, "loss_is_scaled_for_ga", None)  # newer transformers: what a subclass says of itself
         if normalised is None:
             counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
             normalised = counted or self.compute_loss_func is not None
+        outputs = seen[0] if seen else None
         total = self.objective.total(loss, outputs, given, model, share, normalised)
-        return (total, outputs) if return_outputs else total
+        return (total, returned) if return_outputs else total
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log; a training loss is joined by its terms, ``loss/task`` and ``loss/<regularizer>``."""
@@ -288,6 +292,25 @@ class PluginTrainerMixin(_Trainer):
                     path.replace(target / path.name)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def _last_output(model: nn.Module) -> Iterator[list[Any]]:
+    """Yield a list that holds what the last forward pass with gradients returned.
+
+    ``return_outputs`` would say it too, but trl runs the model once more for that, which moves dropout's random state.
+    """
+    seen: list[Any] = []
+
+    def keep(_module: nn.Module, _args: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            seen[:] = [output]
+
+    hook = model.register_forward_hook(keep)
+    try:
+        yield seen
+    finally:
+        hook.remove()
 
 
 def _replace_folder(source: Path, target: Path) -> None:

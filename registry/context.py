@@ -254,7 +254,10 @@ class Batch:
 
 
 class Reference(Protocol):
-    """The pre-trained values of the parameters that train, one copy of a rank's own pieces in host memory."""
+    """The pre-trained values of the parameters that train, one copy of a rank's own pieces in host memory.
+
+    Taken when the strategy has prepared the model: what a strategy does to a weight before training counts as its start.
+    """
 
     def pieces(self) -> Iterator[tuple[str, nn.Parameter, torch.Tensor]]:
         """Yield name, live parameter and this rank's piece of its pre-trained value (see ``Sharding.local``)."""

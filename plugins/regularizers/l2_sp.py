@@ -6,7 +6,7 @@ backward: there the weights are whole also under ZeRO-3, and nothing of their si
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from ...registry.context import Batch, RunContext, Sharding
+
+_PIECE = 2**22  # elements
 
 
 class L2SP(Regularizer):
@@ -108,8 +110,7 @@ class L2SP(Regularizer):
         strengths = [strength for _, _, strength in pulls]
         with torch.no_grad():
             for weight, anchor, strength in zip(weights, anchors, strengths, strict=True):
-                offset = weight if anchor is None else weight - anchor
-                self._values.append(0.5 * strength * offset.float().square().sum())
+                self._values += [0.5 * strength * part for part in _squares(weight, anchor)]
         return _through_first_tensor(output, lambda x: _pull().apply(x, self, anchors, strengths, *weights))
 
     def penalty(self, batch: Batch) -> torch.Tensor | None:
@@ -131,6 +132,23 @@ class L2SP(Regularizer):
         for sharding, module, anchor in self._companions:
             sharding.remove_companion(module, anchor)
         self._clear()
+
+
+def _squares(weight: torch.Tensor, anchor: torch.Tensor | None) -> Iterator[torch.Tensor]:
+    """Yield sums of (w - w0)^2 over pieces of a weight.
+
+    In pieces because memory of a big weight's size is mapped afresh on every step, which on the CPU costs more than the
+    arithmetic. Not by a norm or dot product: torch's sum long float32 vectors one after the other, and lose three digits.
+    """
+    from torch import split
+    from torch.nn.functional import mse_loss
+
+    pieces = split(weight.reshape(-1), _PIECE)
+    if anchor is None:
+        yield from (piece.float().square().sum() for piece in pieces)
+    else:
+        anchors = split(anchor.reshape(-1), _PIECE)
+        yield from (mse_loss(w.float(), w0.float(), reduction="sum") for w, w0 in zip(pieces, anchors, strict=True))
 
 
 def _through_first_tensor(output: Any, function: Any) -> Any:
@@ -165,10 +183,12 @@ def _pull() -> Any:
         @staticmethod
         def backward(ctx: Any, *grads: torch.Tensor) -> Any:
             factor = ctx.owner._ticket.grad
-            pulls: list[torch.Tensor | None] = []
+            if factor is None:
+                return (grads[0], None, None, None, *(None for _ in ctx.weights))
+            pulls: list[torch.Tensor] = []
             for weight, anchor, strength in zip(ctx.weights, ctx.anchors, ctx.strengths, strict=True):
-                offset = weight if anchor is None else weight - anchor
-                pulls.append(None if factor is None else offset * (strength * factor).to(offset.dtype))
+                offset = weight.clone() if anchor is None else weight - anchor
+                pulls.append(offset.mul_((strength * factor).to(offset.dtype)))
             return (grads[0], None, None, None, *pulls)
 
     return Pull

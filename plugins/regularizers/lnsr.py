@@ -21,8 +21,7 @@ Shapes: B rows, T positions, D hidden features, N numbers that a row of the inpu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -165,20 +164,20 @@ class Lnsr(Regularizer):
         valid_BT = _valid(batch.inputs, h_BTD)
         noisy_BTD = h_BTD + self._noise(batch, h_BTD, valid_BT)
         moved: list[torch.Tensor] = []
-        with _random_state_kept({call.hidden.device for call in calls.values()}):
+        devices = {call.hidden.device for call in calls.values()} - {torch.device("cpu")}
+        with torch.random.fork_rng(devices, device_type=h_BTD.device.type):
             for number, module in self._upper.items():
                 call = calls[number]
                 noisy_BTD = call.again(module, noisy_BTD)
                 if number in self._counted:
-                    difference_BTD = (noisy_BTD - call.output).masked_fill(~valid_BT[..., None], 0)
-                    moved.append(self._reduced(difference_BTD, valid_BT))
+                    moved.append(self._reduced(noisy_BTD - call.output, valid_BT))
         return torch.stack(moved).sum()
 
     def _reduced(self, difference_BTD: torch.Tensor, valid_BT: torch.Tensor) -> torch.Tensor:
         square_BTD = _precise(difference_BTD).square()
         square_BT = square_BTD.sum(-1) if self.config.reduction == "sum" else square_BTD.mean(-1)
         # Row by row: the objective weighs micro-batches by their rows.
-        return (square_BT.sum(1) / valid_BT.sum(1).clamp(min=1)).mean()
+        return (square_BT.masked_fill(~valid_BT, 0).sum(1) / valid_BT.sum(1).clamp(min=1)).mean()
 
     def _noise(self, batch: Batch, h_BTD: torch.Tensor, valid_BT: torch.Tensor) -> torch.Tensor:
         content = batch.inputs.get(self._content)
@@ -210,7 +209,7 @@ class _Call:
     host_random: torch.Tensor
     device_random: tuple[list[int], list[torch.Tensor]]
     autocast: tuple[str, torch.dtype, bool]
-    output: torch.Tensor | None = None
+    output: Any = None
 
     @classmethod
     def now(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
@@ -248,17 +247,6 @@ def _precise(values: torch.Tensor) -> torch.Tensor:
 
 def _hidden(output: Any) -> torch.Tensor:
     return output[0] if isinstance(output, tuple) else output  # type: ignore[no-any-return]
-
-
-@contextmanager
-def _random_state_kept(devices: set[torch.device]) -> Iterator[None]:
-    """Put the generators of the host and of ``devices``, of one type, back afterwards."""
-    import torch
-
-    accelerators = [device for device in devices if device.type != "cpu"]
-    kind = accelerators[0].type if accelerators else "cpu"
-    with torch.random.fork_rng(accelerators, device_type=kind):
-        yield
 
 
 def _valid(inputs: Mapping[str, Any], h_BTD: torch.Tensor) -> torch.Tensor:

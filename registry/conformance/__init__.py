@@ -14,8 +14,8 @@ import pytest
 
 pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in ("laws", "probe", "regularizer", "strategy")))
 
-from .probe import ProbeLaws  # noqa: E402  # assertions are rewritten as a module is imported
-from .regularizer import RegularizerLaws  # noqa: E402
-from .strategy import StrategyLaws  # noqa: E402
+from .probe import ProbeLaws  # assertions are rewritten as a module is imported
+from .regularizer import RegularizerLaws
+from .strategy import StrategyLaws
 
 __all__ = ["ProbeLaws", "RegularizerLaws", "StrategyLaws"]

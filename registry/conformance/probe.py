@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import pytest
 
@@ -154,7 +154,7 @@ class _Failing:
         self.calls = 0
         self.raised = False
 
-    def __enter__(self) -> _Failing:
+    def __enter__(self) -> Self:
         sharding = self._trainer.run.sharding
         for name in SERVICES:
             setattr(sharding, name, self._watched(getattr(sharding, name)))

@@ -41,7 +41,10 @@ def anatomy_of(model: nn.Module) -> dict[str, Any]:
     """Return everything about a model but its values: what attaching and detaching must leave as it was."""
     return {
         "state_dict": list(model.state_dict()),
-        "parameters": [(n, tuple(p.shape), p.requires_grad) for n, p in model.named_parameters(remove_duplicate=False)],
+        "parameters": [
+            (name, tuple(getattr(parameter, "ds_shape", parameter.shape)), parameter.requires_grad)
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+        ],
         "buffers": [(name, tuple(buffer.shape)) for name, buffer in model.named_buffers()],
         "classes": [(name, type(module)) for name, module in model.named_modules()],
         "hooks": [(name, kind, len(getattr(m, kind))) for name, m in model.named_modules() for kind in _HOOKS],
@@ -75,9 +78,8 @@ def everything(trainer: Any) -> dict[str, str]:
     found: dict[str, Any] = {}
     for name, parameter in model.named_parameters():
         found[f"parameter {name}"] = sharding.local(parameter)
-        found[f"shape of {name}"] = torch.tensor(parameter.shape)
+        found[f"gathered copy of {name} is stale"] = torch.tensor(_is_stale(parameter, sharding))
         found[f"gradient of {name}"] = parameter.grad
-        found[f"requires_grad of {name}"] = torch.tensor(parameter.requires_grad)
     found |= {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
     found |= {f"mode of {name}": torch.tensor(module.training) for name, module in model.named_modules()}
     found |= {f"optimizer {path}": value for path, value in _optimizer_tensors(trainer)}
@@ -87,6 +89,13 @@ def everything(trainer: Any) -> dict[str, str]:
     hashes["numpy"] = _digest(repr(np.random.get_state()).encode())
     hashes["torch"] = _hash(torch.get_rng_state())
     return hashes
+
+
+def _is_stale(parameter: Any, sharding: Any) -> bool:
+    """Whether ZeRO-3 holds a gathered copy that is not what this rank's shard says: it would compute with the copy."""
+    if not hasattr(parameter, "ds_tensor") or parameter.numel() != parameter.ds_numel:
+        return False
+    return not sharding.local_of(parameter, parameter.detach()).equal(sharding.local(parameter))
 
 
 def _optimizer_tensors(trainer: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -102,7 +111,7 @@ def _tensors(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
     import torch
 
     if isinstance(value, torch.Tensor):
-        yield path, value
+        yield path, getattr(value, "ds_tensor", value)  # gathered or not, its shard is what ZeRO-3 keeps
     elif isinstance(value, Mapping):
         for index, (key, item) in enumerate(value.items()):
             yield from _tensors(item, f"{path}.{key if isinstance(key, str) else index}")

@@ -61,7 +61,7 @@ def _done(job: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, obj
         return job(*arguments), None
     except TuneryError as error:
         return None, error
-    except Exception:
+    except Exception:  # noqa: BLE001  # whatever a job raises is its answer
         return None, traceback.format_exc()
     finally:
         _forget()

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -198,7 +198,7 @@ class Victim:
         with self.log.open("w", encoding="utf-8") as log:
             self.process = subprocess.Popen([*command, "--resume_from_checkpoint"], stdout=log, stderr=log)
 
-    def __enter__(self) -> Victim:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:

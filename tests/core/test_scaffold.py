@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import sys
 import tomllib
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,8 @@ import pytest
 from tunery.core.scaffold import write_plugin_skeleton
 from tunery.registry.contracts import KINDS
 from tunery.registry.errors import DuplicatePluginError, RecipeError
+from tunery.registry.loading import Loaded
+from tunery.registry.selection import Selection, configure
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -35,6 +39,21 @@ def test_writes_a_distribution(kind: str, tmp_path: Path):
     ]
     assert [cls.name for cls in classes] == [f"MyMethod{kind.capitalize()}"]
     assert f"class TestMyMethod{kind.capitalize()}({kind.capitalize()}Laws)" in files[-1].read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "name", ["annotated", "ge", "any", "class", "support", "measurement", "strategy", "probe", "x_2b"]
+)
+def test_every_good_name_gives_a_plugin(name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Also one that, as a class, would hide what the module imports, or is a word of Python's."""
+    folder = write_plugin_skeleton(name, kind, tmp_path)[0].parent
+    monkeypatch.syspath_prepend(folder)
+    sys.modules.pop(f"tunery_{name}", None)  # of another kind
+    catalog = Loaded([EntryPoint(name, f"tunery_{name}", "tunery")]).catalog
+    cls = catalog.find(kind, name).cls
+    assert configure(cls, Selection(name), owner="") == cls.Config()
+    assert [entry.cls for entry in catalog] == [cls]
 
 
 @pytest.mark.parametrize(

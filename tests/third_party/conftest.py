@@ -35,7 +35,7 @@ class Site:
             cwd=self.folder.parent,
             env={
                 **os.environ,
-                "PYTHONPATH": str(self.folder),
+                "PYTHONPATH": os.pathsep.join(filter(None, [str(self.folder), os.environ.get("PYTHONPATH")])),
                 "TUNERY_DISABLE_PLUGINS": disabled,
                 "HF_HUB_OFFLINE": "1",
                 "OMP_NUM_THREADS": "1",

@@ -84,6 +84,12 @@ def test_module_is_short():
     assert len((EXAMPLE / "tunery_noisytune.py").read_text(encoding="utf-8").splitlines()) < 40
 
 
+def test_readme_of_tunery_shows_all_of_it():
+    """What the README calls the whole module is the module, to the letter."""
+    module = (EXAMPLE / "tunery_noisytune.py").read_text(encoding="utf-8")
+    assert module in (EXAMPLE.parents[1] / "README.md").read_text(encoding="utf-8")
+
+
 def test_found_by_name_with_provenance(installed: Site):
     """Its distribution, version and file are known."""
     assert json.loads(installed.script(FIND)) == {
