@@ -13,7 +13,8 @@ loss, which really divides by ``num_items_in_batch``, counts as normalised.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,6 +150,25 @@ class Objective:
         values = torch.stack([terms.get(name, zero).to(zero.device) for name in self.names])
         means = accelerator.reduce(values, reduction="mean") / steps
         return {f"loss/{name}": value for name, value in zip(self.names, means.tolist(), strict=True)}
+
+
+@contextmanager
+def last_output(model: nn.Module) -> Iterator[list[Any]]:
+    """Yield a list that holds what the last forward pass with gradients returned.
+
+    ``return_outputs`` would say it too, but trl runs the model once more for that, which moves dropout's random state.
+    """
+    seen: list[Any] = []
+
+    def keep(_module: nn.Module, _args: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            seen[:] = [output]
+
+    hook = model.register_forward_hook(keep)
+    try:
+        yield seen
+    finally:
+        hook.remove()
 
 
 def _count(batch: Mapping[str, Any], shifts_labels: bool) -> torch.Tensor:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,7 +23,7 @@ from ..registry.errors import ArtifactError, CompatibilityError, RecipeError
 from .arguments import PLUGIN_FIELDS, PROBE_MOMENTS, TrainingArguments
 from .artifacts import describe_base, last_checkpoint, manifest, read_manifest, seal
 from .context import infer_task, make_context
-from .objective import Objective
+from .objective import Objective, last_output
 from .probing import Probing, Snapshot
 from .recipe import Recipe, choose, observe
 from .sharding import companion_names
@@ -155,8 +154,8 @@ class PluginTrainerMixin(_Trainer):
         share = self.objective.next_share()
         given = dict(inputs)  # label smoothing pops the labels
         self.objective.begin(given)
-        with _last_output(model) as seen:
-            result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        with last_output(model) as seen:
+            result: Any = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         loss, returned = result if return_outputs else (result, None)
         normalised = getattr(self, "loss_is_scaled_for_ga", None)  # newer transformers: what a subclass says of itself
         if normalised is None:
@@ -181,6 +180,8 @@ class PluginTrainerMixin(_Trainer):
             ArtifactError: no whole checkpoint, or one that is damaged or belongs to another base model.
         """
         resume_from_checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
+        if self.args.local_process_index == 0:
+            shutil.rmtree(self._run_dir / _STAGING, ignore_errors=True)  # what a killed run was writing
         output = super().train(resume_from_checkpoint, *args, **kwargs)
         observe("tunery_run_end", run=self.run, result=output.metrics)
         return output
@@ -278,7 +279,9 @@ class PluginTrainerMixin(_Trainer):
         """Write weights, config, tokenizer and manifest; each file is renamed into place, the manifest last."""
         target = self._run_dir if output_dir is None else Path(output_dir)
         if state_dict is not None:
-            hidden = companion_names(self._equipped)
+            # DeepSpeed hands in copies, among which transformers no longer sees which weights are tied.
+            tied = {key for key, source in _tied_weights(self._equipped).items() if source in state_dict}
+            hidden = companion_names(self._equipped) | tied
             state_dict = {key: value for key, value in state_dict.items() if key not in hidden}
         temporary = target / f"{_WRITING}{os.getpid()}"
         if self.args.should_save:
@@ -294,23 +297,9 @@ class PluginTrainerMixin(_Trainer):
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-@contextmanager
-def _last_output(model: nn.Module) -> Iterator[list[Any]]:
-    """Yield a list that holds what the last forward pass with gradients returned.
-
-    ``return_outputs`` would say it too, but trl runs the model once more for that, which moves dropout's random state.
-    """
-    seen: list[Any] = []
-
-    def keep(_module: nn.Module, _args: Any, output: Any) -> None:
-        if torch.is_grad_enabled():
-            seen[:] = [output]
-
-    hook = model.register_forward_hook(keep)
-    try:
-        yield seen
-    finally:
-        hook.remove()
+def _tied_weights(model: nn.Module) -> Mapping[str, str]:
+    """Return the names of weights that are another one's, with that one's name."""
+    return getattr(model, "all_tied_weights_keys", None) or {}
 
 
 def _replace_folder(source: Path, target: Path) -> None:

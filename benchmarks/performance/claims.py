@@ -50,9 +50,9 @@ class Claim:
 
     def __str__(self) -> str:
         unit = f" {self.unit}" if self.unit else ""
-        interval = "" if self.low is None else f" [{self.low:.4g}, {self.high:.4g}]"
-        detail = f" {self.detail}" if self.detail else ""
-        return f"{self.name}: {self.value:.4g}{unit} (<= {self.goal:g}{unit}) {'ok' if self.ok else 'short'}{interval}{detail}"
+        line = f"{self.name}: {self.value:.4g}{unit} (<= {self.goal:g}{unit}) {'ok' if self.ok else 'short'}"
+        interval = "" if self.low is None else f"{self.low:.4g} to {self.high:.4g}"
+        return "; ".join(part for part in (line, interval, self.detail) if part)
 
 
 def ratio_claim(name: str, ratio: Estimate, goal: float, detail: object = "") -> Claim:

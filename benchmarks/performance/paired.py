@@ -3,18 +3,17 @@
 Machines drift: other programs come and go, clocks throttle, caches warm. Two variants timed one after the other differ
 by all of that. Here they take turns instead, one call each a round, in an order drawn anew every round, so that what
 slows a while down slows both. The claim is about the **median of the rounds' ratios**, ours over the peer's; its 99 %
-interval is the exact one of order statistics, which assumes nothing about the noise. Rounds may go on until that interval
-lies on one side of the goal: few on a quiet machine, many on a busy one. Peak memory cannot be told apart
-within one process: every variant gets a fresh one.
+interval is the exact one of order statistics, which assumes nothing about the shape of the noise. Rounds may go on until
+that interval lies on one side of the goal, few on a quiet machine, many on a busy one; when they run out first, the median
+decides. Peak memory cannot be told apart within one process: every variant gets a fresh one.
 
 A script is a generator of :class:`~.claims.Claim` handed to :func:`~.claims.main`::
 
     def claims(run: Run) -> Iterator[Claim]:
         times = run.interleave({"peer": peer_step, "ours": our_step}, rounds=300, quick_rounds=60)
-        yield ratio_claim("step", times.ratio("ours", "peer"), goal=1.01)
+        yield ratio_claim("step", times.ratio("ours", "peer"), goal=1.01, detail=times)
 
-    if __name__ == "__main__":
-        sys.exit(main(claims, __doc__))
+    sys.exit(main(claims, __doc__))
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from pathlib import Path
 import torch
 from scipy.stats import quantile_test
 
-CONFIDENCE = 0.99
+CONFIDENCE = 0.99  # a look after every round takes some of it away
 MIN_ROUNDS = 8  # below, no interval of that confidence exists
 WARM_UP = 3
 MIB = 2**20
@@ -66,7 +65,7 @@ class Times:
         return statistics.median(self.seconds[name])
 
     def spread(self, name: str) -> float:
-        """Interquartile range in seconds: half of all calls lie this close together."""
+        """Interquartile range in seconds: the middle half of all calls lies this close together."""
         low, _, high = statistics.quantiles(self.seconds[name], n=4)
         return high - low
 
@@ -82,10 +81,11 @@ class Times:
         return zip(self.seconds[ours], self.seconds[peer], strict=True)
 
     def __str__(self) -> str:
-        return ", ".join(
-            f"{name} {self.median(name) * 1e3:.4g} ms (quartiles {self.spread(name) * 1e3:.2g} ms apart)"
-            for name in self.seconds
+        rounds = max(map(len, self.seconds.values()))
+        medians = (
+            f"{name} {self.median(name) * 1e3:.4g} ms (+-{self.spread(name) / 2 * 1e3:.2g})" for name in self.seconds
         )
+        return f"{', '.join(medians)}, {rounds} rounds"
 
 
 def interleave(

@@ -30,7 +30,7 @@ class Steps(transformers.TrainerCallback):
     and callbacks, exactly as the trainer's own loop does them. Building the trainer and preparing the run are no part of it.
 
     Args:
-        trainer: with more ``max_steps`` than will be taken; leaving the context ends the training after one more.
+        trainer: with more ``max_steps`` than will be taken; leaving the context ends the training there.
     """
 
     def __init__(self, trainer: transformers.Trainer) -> None:

@@ -52,11 +52,13 @@ class Lora(Strategy):
         """
         from peft import LoraConfig, get_peft_model
 
+        targets = list(self.config.target_modules or _query_and_value(model, run))
         config: Any = LoraConfig(
             r=self.config.r,
             lora_alpha=self.config.alpha,  # type: ignore[arg-type]  # PEFT divides it; any number does
             lora_dropout=self.config.dropout,
-            target_modules=list(self.config.target_modules or _query_and_value(model, run)),
+            target_modules=targets,
+            fan_in_fan_out=_any_conv1d(model, targets),
             use_rslora=self.config.use_rslora,
             **task_fields(model, run),
         )
@@ -71,6 +73,13 @@ class Lora(Strategy):
 def _query_and_value(model: nn.Module, run: RunContext) -> list[str]:
     layers = run.anatomy(model).layers
     return sorted({name.rsplit(".", 1)[-1] for layer in layers for name in (layer.query, layer.value)})
+
+
+def _any_conv1d(model: nn.Module, targets: list[str]) -> bool:
+    """Whether the targets are transformers' ``Conv1D``, whose weight is (in, out)."""
+    from transformers.pytorch_utils import Conv1D
+
+    return any(isinstance(m, Conv1D) and name.rsplit(".", 1)[-1] in targets for name, m in model.named_modules())
 
 
 @hookimpl

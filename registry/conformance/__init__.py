@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import pytest
 
-pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in ("laws", "probe", "regularizer", "strategy")))
+_ASSERTING = ("gradients", "laws", "probe", "regularizer", "strategy", "traces")
+pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in _ASSERTING))
 
 from .probe import ProbeLaws  # assertions are rewritten as a module is imported
 from .regularizer import RegularizerLaws

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import atexit
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ LABELS = 3
 PIXELS = 8
 EVALUATED = 8
 _WIDTH = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+_SPREAD = 0.2  # of initial weights; with the usual 0.02 so narrow a model has hardly a gradient below its head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +39,14 @@ class TinyModel:
         kind: the task it is trained for.
         auto: the class of transformers that loads it.
         config: from a dropout probability to its config.
+        saved_names: what parts of parameters' names are called in its checkpoint, where that differs.
     """
 
     name: str
     kind: TaskKind
     auto: str
     config: Callable[[float], PretrainedConfig]
+    saved_names: Mapping[str, str] = field(default_factory=dict)
 
     def load(self, folder: str | Path) -> PreTrainedModel:
         """Load it, or what was exported from it, as its users do."""
@@ -88,6 +91,7 @@ def _bert(dropout: float) -> PretrainedConfig:
         hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,
         num_labels=LABELS,
+        initializer_range=_SPREAD,
         **_WIDTH,
     )
 
@@ -101,6 +105,7 @@ def _llama(dropout: float) -> PretrainedConfig:
         num_key_value_heads=1,
         attention_dropout=dropout,
         pad_token_id=0,
+        initializer_range=_SPREAD,
         **_WIDTH,
     )
 
@@ -117,6 +122,7 @@ def _gpt2(dropout: float) -> PretrainedConfig:
         embd_pdrop=dropout,
         resid_pdrop=dropout,
         attn_pdrop=dropout,
+        initializer_range=_SPREAD,
         bos_token_id=0,
         eos_token_id=0,
         pad_token_id=0,
@@ -132,6 +138,7 @@ def _vit(dropout: float) -> PretrainedConfig:
         hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,
         num_labels=LABELS,
+        initializer_range=_SPREAD,
         **_WIDTH,
     )
 
@@ -144,6 +151,13 @@ MODELS = {
             kind=TaskKind.CLASSIFICATION,
             auto="AutoModelForSequenceClassification",
             config=_bert,
+        ),
+        TinyModel(
+            name="old_bert_classifier",  # the names of BERT's first checkpoints, which are still what people load
+            kind=TaskKind.CLASSIFICATION,
+            auto="AutoModelForSequenceClassification",
+            config=_bert,
+            saved_names={"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"},
         ),
         TinyModel(name="llama_causal_lm", kind=TaskKind.CAUSAL_LM, auto="AutoModelForCausalLM", config=_llama),
         TinyModel(name="gpt2_causal_lm", kind=TaskKind.CAUSAL_LM, auto="AutoModelForCausalLM", config=_gpt2),
@@ -182,7 +196,18 @@ def base_model(name: str, dropout: bool) -> Path:
         torch.manual_seed(0)
         model = getattr(transformers, tiny.auto).from_config(tiny.config(0.1 if dropout else 0.0))
     model.save_pretrained(folder)
+    if tiny.saved_names:
+        _rename(folder / "model.safetensors", tiny.saved_names)
     return folder
+
+
+def _rename(file: Path, names: Mapping[str, str]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    state = load_file(file)
+    for ours, theirs in names.items():
+        state = {name.replace(ours, theirs): value for name, value in state.items()}
+    save_file(state, file, metadata={"format": "pt"})
 
 
 def _text_rows(count: int, causal: bool) -> list[dict[str, Any]]:

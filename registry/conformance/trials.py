@@ -40,6 +40,8 @@ class Trial:
         rows: size of the dataset.
         seed: the run's seed.
         save: whether every step leaves a checkpoint.
+        arguments_first: whether the training arguments are made before the model is loaded, as most scripts do it; ZeRO-3
+            then shards the model while it is loaded, otherwise when training begins.
         options: further training arguments.
         again: tells apart two runs that are the same otherwise; equal trials are run once.
     """
@@ -55,6 +57,7 @@ class Trial:
     rows: int = 40
     seed: int = 7
     save: bool = False
+    arguments_first: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
     again: int = 0
 
@@ -164,12 +167,39 @@ class Job:
         """Return the ``tunery.Trainer``; ``arguments`` go to it."""
         import tunery
 
-        args = tunery.TrainingArguments(**_arguments(self.trial, self.where, str(self.folder)))
         tiny = MODELS[self.trial.model]
         rows = tiny.rows(self.trial.rows)
-        # The model is loaded after the arguments are made, as scripts do it: ZeRO-3 then shards it while it is loaded.
-        model = tiny.load(self.base)
+        model = None if self.trial.arguments_first else tiny.load(self.base)
+        args = tunery.TrainingArguments(**self.arguments())
+        model = model or tiny.load(self.base)
         return tunery.Trainer(model=model, args=args, train_dataset=rows, eval_dataset=rows[:EVALUATED], **arguments)
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the training arguments."""
+        trial, ranks = self.trial, 1 if self.where == ONE else RANKS
+        return {
+            "output_dir": str(self.folder),
+            "use_cpu": True,
+            "ddp_backend": None if self.where == ONE else "gloo",
+            "deepspeed": self.where if self.where.startswith("zero") else None,
+            "strategy": trial.strategy,
+            "regularizers": list(trial.regularizers),
+            "probes": list(trial.probes),
+            "max_steps": trial.steps,
+            "per_device_train_batch_size": trial.batch // (ranks * trial.accumulation),
+            "gradient_accumulation_steps": trial.accumulation,
+            "learning_rate": 1e-3,
+            "seed": trial.seed,
+            "logging_steps": 1,
+            "save_strategy": "steps" if trial.save else "no",
+            "save_steps": 1,
+            "eval_strategy": "steps" if trial.probes else "no",
+            "eval_steps": 2,
+            "report_to": "none",
+            "disable_tqdm": True,
+            "dataloader_pin_memory": False,
+            **trial.options,
+        }
 
 
 def perform(job: Job) -> tuple[list[dict[str, Any]], list[Any] | None]:
@@ -195,30 +225,3 @@ def tiny_process() -> Iterator[None]:
     finally:
         gc.unfreeze()
         torch.set_num_threads(threads)
-
-
-def _arguments(trial: Trial, where: str, folder: str) -> dict[str, Any]:
-    ranks = 1 if where == ONE else RANKS
-    return {
-        "output_dir": folder,
-        "use_cpu": True,
-        "ddp_backend": None if where == ONE else "gloo",
-        "deepspeed": where if where.startswith("zero") else None,
-        "strategy": trial.strategy,
-        "regularizers": list(trial.regularizers),
-        "probes": list(trial.probes),
-        "max_steps": trial.steps,
-        "per_device_train_batch_size": trial.batch // (ranks * trial.accumulation),
-        "gradient_accumulation_steps": trial.accumulation,
-        "learning_rate": 1e-3,
-        "seed": trial.seed,
-        "logging_steps": 1,
-        "save_strategy": "steps" if trial.save else "no",
-        "save_steps": 1,
-        "eval_strategy": "steps" if trial.probes else "no",
-        "eval_steps": 2,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-        **trial.options,
-    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import traceback
@@ -39,6 +40,7 @@ def serve(line: Connection, rank: int, ranks: int, folder: str) -> None:
         "OMP_NUM_THREADS": "1",
         "PATH": os.pathsep.join([own_bin, os.environ.get("PATH", "")]),
     }
+    importlib.import_module(f"{__package__}.preload")  # the server has done so, unless it is somebody else's
     import torch
     import torch.distributed as dist
 

@@ -27,3 +27,20 @@ class TestL2Sp(RegularizerLaws):
 
 class TestWeightDistance(ProbeLaws):
     plugin = "weight_distance"
+
+
+class TestMixOut(RegularizerLaws):
+    plugin = "mixout:p=0.5"
+
+
+class TestMixOutEveryForward(RegularizerLaws):
+    plugin = "mixout:p=0.5,every=forward,mask=element"
+    stochastic = True
+
+
+class TestLnsr(RegularizerLaws):
+    plugin = "lnsr:sigma=0.1"
+
+
+class TestMmr(RegularizerLaws):
+    plugin = "mmr"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -62,6 +63,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tiny]:
     """A model, a tokenizer and data, small enough to train in a second; one thread, since more only wait for each other."""
     import datasets
 
+    import tunery.core.run  # noqa: F401  # everything heavy, before the freeze
+
     folder = tmp_path_factory.mktemp("tiny")
     made = Tiny(folder / "base", folder / "rows.jsonl")
     save_base(made.base)
@@ -71,11 +74,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tiny]:
     made.rows.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # a Trainer collects garbage as it starts: it need not walk through every imported module
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
         patch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
         patch.setenv("OMP_NUM_THREADS", "1")
         yield made
+    gc.unfreeze()
     torch.set_num_threads(threads)
 
 
