@@ -6,39 +6,28 @@ the objective in ``compute_loss`` -> probes at their moments -> checkpoints that
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 import transformers
 from peft import PeftModel
 from torch import nn
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints, set_seed
+from transformers.trainer_utils import set_seed
 
 from ..registry.context import RunContext, Subject, Task, TaskKind
 from ..registry.errors import ArtifactError, CompatibilityError, RecipeError
 from .arguments import PLUGIN_FIELDS, PROBE_MOMENTS, TrainingArguments
-from .artifacts import describe_base, last_checkpoint, manifest, read_manifest, seal
+from .artifacts import describe_base, last_checkpoint, manifest, read_manifest
+from .checkpointing import WholeCheckpoints
 from .context import infer_task, make_context
 from .objective import Objective, last_output
 from .probing import Probing, Snapshot
 from .recipe import Recipe, choose, observe
-from .sharding import companion_names
-
-if TYPE_CHECKING:
-    # The mixin stands in front of any subclass of Trainer; only the type checker is told so.
-    from transformers import Trainer as _Trainer
-else:
-    _Trainer = object
-
-_STAGING = ".saving"
-_WRITING = ".writing-"
 
 
-class PluginTrainerMixin(_Trainer):
+class PluginTrainerMixin(WholeCheckpoints):
     """Mix into a Trainer: ``class MySFT(PluginTrainerMixin, trl.SFTTrainer)``, with arguments that have the plugin fields.
 
     Args:
@@ -69,7 +58,6 @@ class PluginTrainerMixin(_Trainer):
         self.recipe = choose(*(getattr(args, field, None) for field in PLUGIN_FIELDS))
         self._given_task = task
         self._base_reference = base_model
-        self._staging: Path | None = None
         # transformers seeds in its constructor, which is after adapters and heads are drawn.
         set_seed(args.seed)
         if model is not None:
@@ -116,10 +104,8 @@ class PluginTrainerMixin(_Trainer):
         self.recipe = choose(*(getattr(args, field, None) for field in PLUGIN_FIELDS))
         return self._equip(model, args)
 
-    @property
-    def _equipped(self) -> nn.Module:
-        """The model, not wrapped, as the type checker should know it."""
-        return cast(nn.Module, self.model)
+    def _manifest(self) -> dict[str, Any]:
+        return manifest(self.run, self._base, self.recipe.describe())
 
     def detach(self) -> None:
         """Take every regularizer off the model, which is plain again afterwards."""
@@ -180,8 +166,7 @@ class PluginTrainerMixin(_Trainer):
             ArtifactError: no whole checkpoint, or one that is damaged or belongs to another base model.
         """
         resume_from_checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
-        if self.args.local_process_index == 0:
-            shutil.rmtree(self._run_dir / _STAGING, ignore_errors=True)  # what a killed run was writing
+        self._clear_staging(self._run_dir)  # what a killed run was writing
         output = super().train(resume_from_checkpoint, *args, **kwargs)
         observe("tunery_run_end", run=self.run, result=output.metrics)
         return output
@@ -225,91 +210,10 @@ class PluginTrainerMixin(_Trainer):
         if moment != "begin" or subject.step == 0:
             probing.at(moment, subject, self.log, lambda m: observe("tunery_measured", run=self.run, measurement=m))
 
-    @property
-    def _run_dir(self) -> Path:
-        return Path(self.args.output_dir or "tmp_trainer")
-
     def _evaluate_quietly(self) -> Mapping[str, float]:
         loader = self.get_eval_dataloader()
         output = self.evaluation_loop(loader, description="Probe", metric_key_prefix="eval")
         return dict(output.metrics or {})
-
-    # ---- files: whole or not at all
-
-    def _get_output_dir(self, trial: Any) -> str:
-        return str(self._staging) if self._staging is not None else super()._get_output_dir(trial)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if self._staging is None:
-            super()._push_from_checkpoint(checkpoint_folder)
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Write the checkpoint under a temporary name on every rank, then rename it."""
-        args, state = self.args, self.state
-        run_dir = Path(self._get_output_dir(trial))
-        staging, name = run_dir / _STAGING, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        if args.local_process_index == 0:
-            shutil.rmtree(staging, ignore_errors=True)
-        self.accelerator.wait_for_everyone()
-        self._staging = staging
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            self._staging = None
-        self.accelerator.wait_for_everyone()
-        if state.best_model_checkpoint == str(staging / name):
-            state.best_model_checkpoint = str(run_dir / name)
-        if args.should_save:
-            state.save_to_json(str(staging / name / "trainer_state.json"))
-        if args.local_process_index == 0 and (staging / name).exists():
-            _replace_folder(staging / name, run_dir / name)
-            staging.rmdir()
-        self.accelerator.wait_for_everyone()
-        if args.push_to_hub:
-            self._push_from_checkpoint(str(run_dir / name))
-        if args.should_save:
-            rotate_checkpoints(
-                output_dir=str(run_dir),
-                save_total_limit=args.save_total_limit,
-                best_model_checkpoint=state.best_model_checkpoint,
-                use_mtime=True,
-            )
-
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Write weights, config, tokenizer and manifest; each file is renamed into place, the manifest last."""
-        target = self._run_dir if output_dir is None else Path(output_dir)
-        if state_dict is not None:
-            # DeepSpeed hands in copies, among which transformers no longer sees which weights are tied.
-            tied = {key for key, source in _tied_weights(self._equipped).items() if source in state_dict}
-            hidden = companion_names(self._equipped) | tied
-            state_dict = {key: value for key, value in state_dict.items() if key not in hidden}
-        temporary = target / f"{_WRITING}{os.getpid()}"
-        if self.args.should_save:
-            for left_behind in target.glob(f"{_WRITING}*"):
-                shutil.rmtree(left_behind, ignore_errors=True)
-        try:
-            super()._save(str(temporary), state_dict)
-            if self.args.should_save:
-                seal(temporary, manifest(self.run, self._base, self.recipe.describe()))
-                for path in sorted(temporary.iterdir(), key=lambda path: path.name == "tunery.json"):
-                    path.replace(target / path.name)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _tied_weights(model: nn.Module) -> Mapping[str, str]:
-    """Return the names of weights that are another one's, with that one's name."""
-    return getattr(model, "all_tied_weights_keys", None) or {}
-
-
-def _replace_folder(source: Path, target: Path) -> None:
-    """Put ``source`` where ``target`` is; the old one steps aside first, since a full folder cannot be overwritten."""
-    old = target.with_name(f".old-{target.name}")
-    if target.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        target.replace(old)
-    source.replace(target)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 class _Moments(transformers.TrainerCallback):

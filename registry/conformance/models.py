@@ -26,7 +26,8 @@ LENGTH = 12
 LABELS = 3
 PIXELS = 8
 EVALUATED = 8
-_WIDTH = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+_LABELS: dict[str, Any] = {"num_labels": LABELS}
+_WIDTH: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 _SPREAD = 0.2  # of initial weights; with the usual 0.02 so narrow a model has hardly a gradient below its head
 
 
@@ -90,8 +91,8 @@ def _bert(dropout: float) -> PretrainedConfig:
         max_position_embeddings=LENGTH,
         hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,
-        num_labels=LABELS,
         initializer_range=_SPREAD,
+        **_LABELS,
         **_WIDTH,
     )
 
@@ -137,8 +138,8 @@ def _vit(dropout: float) -> PretrainedConfig:
         patch_size=PIXELS // 2,
         hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,
-        num_labels=LABELS,
         initializer_range=_SPREAD,
+        **_LABELS,
         **_WIDTH,
     )
 

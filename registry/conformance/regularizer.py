@@ -93,10 +93,9 @@ class RegularizerLaws(PluginLaws):
 
     def off(self, model: str) -> Trial:
         """Return a run with the regularizer switched off."""
-        regularizer, selection = self.entry().cls, self.selection()
+        regularizer = self.entry().cls
         assert issubclass(regularizer, Regularizer)
-        off = type(selection)(selection.name, {**selection.options, **regularizer.off})
-        return self.trial(model, dropout=True, regularizers=(str(off),))
+        return self.trial(model, dropout=True, **self.selecting(**regularizer.off))
 
     def test_terms_add_up(self, model: str) -> None:
         """Each logged loss is the sum of its named terms."""

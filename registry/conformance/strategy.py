@@ -92,7 +92,9 @@ class StrategyLaws(PluginLaws):
             return
         torch.testing.assert_close(tiny.logits(tiny.load_exported(folder)), outcome.logits, rtol=0, atol=1e-5)
         loaded = tunery.load_run(outcome.folder)
-        assert_no_trace(loaded.recipe.strategy.export(loaded.model, loaded.run, merge=merge), self.entry().cls)
+        strategy = loaded.recipe.strategy
+        assert strategy is not None
+        assert_no_trace(strategy.export(loaded.model, loaded.run, merge=merge), self.entry().cls)
 
     @pytest.mark.parametrize("step", KILLED_AFTER)
     def test_resumes_as_if_never_killed(self, model: str, step: int) -> None:

@@ -76,4 +76,4 @@ def _forget() -> None:
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    unset_hf_deepspeed_config()
+    unset_hf_deepspeed_config()  # type: ignore[no-untyped-call]

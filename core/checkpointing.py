@@ -1,0 +1,121 @@
+"""Files of a run that appear whole or not at all, on top of what transformers, PEFT and DeepSpeed write."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import nn
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+
+from .artifacts import MANIFEST, seal
+from .sharding import companion_names
+
+if TYPE_CHECKING:
+    # The mixin stands in front of any subclass of Trainer; only the type checker is told so.
+    from transformers import Trainer as _Trainer
+else:
+    _Trainer = object
+
+_STAGING = ".saving"
+_WRITING = ".writing-"
+
+
+class WholeCheckpoints(_Trainer):
+    """Writes every checkpoint under a temporary name and renames it; the manifest is the last file of a folder."""
+
+    _staging: Path | None = None
+
+    def _manifest(self) -> dict[str, Any]:
+        """Return what the manifest of every folder says, without its files."""
+        raise NotImplementedError
+
+    @property
+    def _equipped(self) -> nn.Module:
+        """The model, not wrapped, as the type checker should know it."""
+        return cast(nn.Module, self.model)
+
+    @property
+    def _run_dir(self) -> Path:
+        return Path(self.args.output_dir or "tmp_trainer")
+
+    def _clear_staging(self, run_dir: Path) -> None:
+        if self.args.local_process_index == 0:
+            shutil.rmtree(run_dir / _STAGING, ignore_errors=True)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self._staging) if self._staging is not None else super()._get_output_dir(trial)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self._staging is None:
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Write the checkpoint under a temporary name on every rank, then rename it."""
+        args, state = self.args, self.state
+        run_dir = Path(self._get_output_dir(trial))
+        staging, name = run_dir / _STAGING, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        self._clear_staging(run_dir)
+        self.accelerator.wait_for_everyone()
+        self._staging = staging
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._staging = None
+        self.accelerator.wait_for_everyone()
+        if state.best_model_checkpoint == str(staging / name):
+            state.best_model_checkpoint = str(run_dir / name)
+        if args.should_save:
+            state.save_to_json(str(staging / name / "trainer_state.json"))
+        if args.local_process_index == 0 and (staging / name).exists():
+            _replace_folder(staging / name, run_dir / name)
+            staging.rmdir()
+        self.accelerator.wait_for_everyone()
+        if args.push_to_hub:
+            self._push_from_checkpoint(str(run_dir / name))
+        if args.should_save:
+            rotate_checkpoints(
+                output_dir=str(run_dir),
+                save_total_limit=args.save_total_limit,
+                best_model_checkpoint=state.best_model_checkpoint,
+                use_mtime=True,
+            )
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Write weights, config, tokenizer and manifest; each file is renamed into place, the manifest last."""
+        target = self._run_dir if output_dir is None else Path(output_dir)
+        if state_dict is not None:
+            # DeepSpeed hands in copies, among which transformers no longer sees which weights are tied.
+            tied = {key for key, source in _tied_weights(self._equipped).items() if source in state_dict}
+            hidden = companion_names(self._equipped) | tied
+            state_dict = {key: value for key, value in state_dict.items() if key not in hidden}
+        temporary = target / f"{_WRITING}{os.getpid()}"
+        if self.args.should_save:
+            for left_behind in target.glob(f"{_WRITING}*"):
+                shutil.rmtree(left_behind, ignore_errors=True)
+        try:
+            super()._save(str(temporary), state_dict)
+            if self.args.should_save:
+                seal(temporary, self._manifest())
+                for path in sorted(temporary.iterdir(), key=lambda path: path.name == MANIFEST):
+                    path.replace(target / path.name)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _tied_weights(model: nn.Module) -> Mapping[str, str]:
+    """Return the names of weights that are another one's, with that one's name."""
+    return getattr(model, "all_tied_weights_keys", None) or {}
+
+
+def _replace_folder(source: Path, target: Path) -> None:
+    """Put ``source`` where ``target`` is; the old one steps aside first, since a full folder cannot be overwritten."""
+    old = target.with_name(f".old-{target.name}")
+    if target.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        target.replace(old)
+    source.replace(target)
+    shutil.rmtree(old, ignore_errors=True)
