@@ -31,7 +31,9 @@ PUBLIC = [
     "Anatomy",
     "AnatomySpec",
     "Batch",
+    "LoadedRun",
     "Measurement",
+    "PluginArguments",
     "PluginTrainerMixin",
     "Probe",
     "Regularizer",
@@ -44,7 +46,9 @@ PUBLIC = [
     "Trainer",
     "TrainingArguments",
     "TuneryError",
+    "export_run",
     "hookimpl",
+    "load_run",
 ]
 
 

@@ -15,8 +15,9 @@ import pytest
 _ASSERTING = ("gradients", "laws", "probe", "regularizer", "strategy", "traces")
 pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in _ASSERTING))
 
+from .laws import PluginLaws
 from .probe import ProbeLaws  # assertions are rewritten as a module is imported
 from .regularizer import RegularizerLaws
 from .strategy import StrategyLaws
 
-__all__ = ["ProbeLaws", "RegularizerLaws", "StrategyLaws"]
+__all__ = ["PluginLaws", "ProbeLaws", "RegularizerLaws", "StrategyLaws"]

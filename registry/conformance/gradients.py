@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from .models import base_model
+from .models import MODELS, base_model
 from .trials import ONE, Trial
 
 if TYPE_CHECKING:
@@ -26,9 +26,7 @@ def gradients(trial: Trial) -> Trial:
 
 def moves(trial: Trial, where: str = ONE) -> dict[str, torch.Tensor]:
     """Return how far a run moved every saved weight from the base model's."""
-    from safetensors.torch import load_file
-
-    start = load_file(base_model(trial.model, trial.dropout) / "model.safetensors")
+    start = MODELS[trial.model].load(base_model(trial.model, trial.dropout)).state_dict()
     return {name: value - start[name] for name, value in trial.run(where).weights.items()}
 
 

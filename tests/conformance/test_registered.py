@@ -1,12 +1,16 @@
-"""Every registered plugin keeps every law of its kind."""
+"""Every registered plugin keeps every law of its kind; one that is not tried here is a failure."""
 
 from __future__ import annotations
 
-from tunery.registry.conformance import ProbeLaws, RegularizerLaws, StrategyLaws
+from tunery.registry.conformance import PluginLaws, ProbeLaws, RegularizerLaws, StrategyLaws
+from tunery.registry.loading import load_plugins
+
+WIDE = (*PluginLaws.models, "gpt2_causal_lm", "vit_classifier")  # tied weights, Conv1D, images
 
 
 class TestFull(StrategyLaws):
     plugin = "full"
+    models = WIDE
 
 
 class TestHead(StrategyLaws):
@@ -15,6 +19,7 @@ class TestHead(StrategyLaws):
 
 class TestLora(StrategyLaws):
     plugin = "lora:r=4,use_rslora=true"
+    models = WIDE
 
 
 class TestPeftVera(StrategyLaws):
@@ -23,6 +28,7 @@ class TestPeftVera(StrategyLaws):
 
 class TestL2Sp(RegularizerLaws):
     plugin = "l2_sp:alpha=0.5,beta=0.1"
+    models = WIDE
 
 
 class TestWeightDistance(ProbeLaws):
@@ -31,6 +37,7 @@ class TestWeightDistance(ProbeLaws):
 
 class TestMixOut(RegularizerLaws):
     plugin = "mixout:p=0.5"
+    models = WIDE
 
 
 class TestMixOutEveryForward(RegularizerLaws):
@@ -44,3 +51,15 @@ class TestLnsr(RegularizerLaws):
 
 class TestMmr(RegularizerLaws):
     plugin = "mmr"
+    models = ("bert_classifier", "llama_causal_lm", "vit_classifier")
+
+
+def test_every_plugin_is_tried() -> None:
+    """A new plugin of tunery needs a class above."""
+    tried = {
+        (laws.kind, laws.selection().name)
+        for laws in globals().values()
+        if isinstance(laws, type) and hasattr(laws, "plugin")
+    }
+    ours = {(entry.kind, entry.name) for entry in load_plugins().catalog if entry.origin.distribution == "tunery"}
+    assert ours - tried == set()
