@@ -3,9 +3,10 @@
 Machines drift: other programs come and go, clocks throttle, caches warm. Two variants timed one after the other differ
 by all of that. Here they take turns instead, one call each a round, in an order drawn anew every round, so that what
 slows a while down slows both. The claim is about the **median of the rounds' ratios**, ours over the peer's; its 99 %
-interval is the exact one of order statistics, which assumes nothing about the shape of the noise. Rounds may go on until
-that interval lies on one side of the goal, few on a quiet machine, many on a busy one; when they run out first, the median
-decides. Peak memory cannot be told apart within one process: every variant gets a fresh one.
+interval is the exact one of order statistics, which assumes nothing about the shape of the noise. Rounds may
+end early when the interval is narrow enough: few on a quiet machine, many on a busy one. They must not end because it lies
+on the right side of a goal, which would stop at lucky moments and report luck. Peak memory cannot be told apart within
+one process: every variant gets a fresh one.
 
 A script is a generator of :class:`~.claims.Claim` handed to :func:`~.claims.main`::
 
@@ -49,9 +50,10 @@ class Estimate:
         interval = quantile_test(samples, q=0, p=0.5).confidence_interval(CONFIDENCE)
         return cls(value=statistics.median(samples), low=float(interval.low), high=float(interval.high))
 
-    def decides(self, goal: float) -> bool:
-        """Whether the whole interval lies on one side of ``goal``."""
-        return self.high <= goal or self.low > goal
+    @property
+    def width(self) -> float:
+        """Length of the interval."""
+        return self.high - self.low
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,8 @@ def interleave(
         warm_up: rounds before them that do not count.
         seed: of the order.
         clock: seconds; default: :func:`clock_of_device`.
-        until: asked after every round from the eighth on: whether the times so far are enough.
+        until: asked after every round from the eighth on whether the times so far are enough; it looks at the width of an
+            interval, never at where that lies.
         advance: called after every round, for showing progress.
     """
     if rounds < MIN_ROUNDS:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -12,13 +10,10 @@ from typing import Any, Self
 
 import transformers
 
-_M_ARENA_MAX = -8  # malloc.h
-
 
 @contextmanager
 def stepping(trainers: Mapping[str, transformers.Trainer]) -> Iterator[dict[str, Steps]]:
     """Start every trainer; inside, each is a callable that takes one optimizer step."""
-    _share_arena()
     with ExitStack() as stack:
         yield {name: stack.enter_context(Steps(trainer)) for name, trainer in trainers.items()}
 
@@ -89,15 +84,3 @@ class Steps(transformers.TrainerCallback):
     def _pause(self) -> None:
         self._waiting.release()
         self._go.acquire()
-
-
-def _share_arena() -> None:
-    """Have the trainers' threads allocate as a main thread does.
-
-    glibc gives a thread a heap of its own, which returns memory to the system and maps it again at other moments: two
-    equal trainers in two threads have been seen 10 % apart.
-    """
-    if sys.platform == "linux":
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have one heap
-        if mallopt is not None:
-            mallopt(_M_ARENA_MAX, 1)

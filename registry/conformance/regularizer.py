@@ -106,12 +106,29 @@ class RegularizerLaws(PluginLaws):
     @pytest.mark.parametrize("accumulation", [2, 4])
     def test_same_gradients_however_split(self, model: str, accumulation: int) -> None:
         """Two micro-batches of 4, and four of 2, give the gradients of one batch of 8."""
+        self._skip_what_the_split_decides()
+        trial = self.gradients(model)
+        assert_same_gradients(trial.but(accumulation=accumulation), ONE, trial)
+
+    def test_same_gradients_with_a_short_micro_batch(self, model: str) -> None:
+        """Micro-batches of 4, 4 and 2 give the gradients of one batch of 10: every row counts the same."""
+        self._skip_what_the_split_decides()
+        trial = self.gradients(model, rows=10, batch=10)
+        assert_same_gradients(trial.but(batch=12, accumulation=3), ONE, trial)
+
+    def test_same_gradients_with_a_short_rank(self, model: str) -> None:
+        """Two ranks with 4 and 3 rows give the gradients of one process with 7."""
+        if self.stochastic:
+            pytest.skip("what it draws depends on the split")
+        trial = self.gradients(model, rows=7)
+        uneven = trial.but(options={"accelerator_config": {"even_batches": False}})
+        assert_same_gradients(uneven, self.stages[0], trial)
+
+    def _skip_what_the_split_decides(self) -> None:
         regularizer = self.entry().cls
         assert issubclass(regularizer, Regularizer)
         if regularizer.batch_wise or self.stochastic:
-            pytest.skip(f"{regularizer.name!r} looks at or draws something else in each micro-batch")
-        trial = self.gradients(model)
-        assert_same_gradients(trial.but(accumulation=accumulation), ONE, trial)
+            pytest.skip("what it looks at or draws depends on the split")
 
     def test_same_gradients_with_checkpointing(self, model: str, checkpointing: bool) -> None:
         """Layers that are run again in the backward pass give the same gradients."""

@@ -56,7 +56,7 @@ LOADER = """
 import json, sys
 sys.modules["tunery"] = None
 import numpy as np, torch
-from peft import AutoPeftModelForSequenceClassification, PeftModel
+from peft import PeftModel
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 base, texts, folders, out = json.loads(sys.argv[1])
 logits = {}
@@ -413,14 +413,11 @@ def test_fingerprint_sees_every_parameter(name: str, tiny: Any):
 
 
 def test_fingerprint_sees_shapes():
-    """Two models with the same sampled values and other shapes differ."""
+    """Two models with the same names and the same sampled values, but wider layers in one, differ."""
     prints = set()
-    for layers in (1, 2):
-        model = BertModel(
-            BertConfig(
-                vocab_size=8, hidden_size=8, num_hidden_layers=layers, num_attention_heads=2, intermediate_size=8
-            )
-        )
+    for width in (64, 128):
+        sizes = {"vocab_size": 8, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+        model = BertModel(BertConfig(**sizes, intermediate_size=width))
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(1.0)

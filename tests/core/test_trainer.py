@@ -31,6 +31,7 @@ from transformers import (
 import tunery
 from tunery.core.arguments import PluginArguments
 from tunery.core.artifacts import read_manifest
+from tunery.plugins.regularizers.l2_sp import L2SP
 from tunery.registry.context import TaskKind
 from tunery.registry.errors import AnatomyError, ArtifactError, CompatibilityError, RecipeError
 
@@ -168,6 +169,17 @@ def test_label_smoothing_with_a_penalty(train: Trained):
     sharp = train(regularizers=["l2_sp"])
     assert logged(smooth, "loss/l2_sp")[0] == logged(sharp, "loss/l2_sp")[0]
     assert logged(smooth, "loss/task")[0] != logged(sharp, "loss/task")[0]
+
+
+def test_regularizers_see_the_labels(train: Trained, monkeypatch: pytest.MonkeyPatch):
+    """Smoothing pops the labels out of the inputs; a regularizer gets them before and after the forward pass all the same."""
+    seen: list[set[str]] = []
+    begin, penalty = L2SP.begin, L2SP.penalty
+    monkeypatch.setattr(L2SP, "begin", lambda self, inputs: (seen.append(set(inputs)), begin(self, inputs))[1])
+    monkeypatch.setattr(L2SP, "penalty", lambda self, batch: (seen.append(set(batch.inputs)), penalty(self, batch))[1])
+    train(label_smoothing_factor=0.2, regularizers=["l2_sp"], max_steps=1)
+    assert len(seen) == 2
+    assert all(keys >= {"input_ids", "labels"} for keys in seen)
 
 
 def test_zero_weight_is_not_choosing(train: Trained):
@@ -318,11 +330,12 @@ def test_model_init(tiny: Any, train: Trained):
         return built[-1]
 
     trainer = train(trainer={"model_init": build}, strategy="lora:r=2", regularizers=["l2_sp"])
-    first, model = weights(trainer), trainer.model
+    first, model, plugins = weights(trainer), trainer.model, trainer.recipe.chosen
     assert model.get_base_model() is built[-1]
     trainer.train()
     assert trainer.model is not model
     assert trainer.model.get_base_model() is built[-1]
+    assert not {item.plugin for item in plugins} & {item.plugin for item in trainer.recipe.chosen}
     assert same(weights(trainer), first)
     assert any(value.abs().sum() > 0 for name, value in first.items() if "lora_B" in name)
 

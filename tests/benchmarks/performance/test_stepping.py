@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import transformers
@@ -100,3 +103,25 @@ def test_a_stepped_trainer_says_and_saves_nothing(build, tmp_path, capsys):
         steps["only"]()
     assert capsys.readouterr().out == ""
     assert not list(tmp_path.iterdir())
+
+
+COUNT_HEAPS = """
+import ctypes, sys, threading
+import tunery.benchmarks.performance.overhead
+libc = ctypes.CDLL(None)
+libc.fopen.restype = ctypes.c_void_p
+threads = [threading.Thread(target=lambda: [bytearray(10_000) for _ in range(100)]) for _ in range(4)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+file = ctypes.c_void_p(libc.fopen(sys.argv[1].encode(), b"w"))
+libc.malloc_info(0, file)
+libc.fclose(file)
+"""
+
+
+@pytest.mark.skipif(not hasattr(__import__("ctypes").CDLL(None), "malloc_info"), reason="counts the heaps of glibc")
+def test_all_threads_of_a_script_share_one_heap(tmp_path):
+    """It has to be said before torch, numpy or a tokenizer starts a thread: afterwards each keeps what it has."""
+    file = tmp_path / "heaps.xml"
+    subprocess.run([sys.executable, "-c", COUNT_HEAPS, str(file)], check=True, cwd=tmp_path, timeout=300)
+    assert file.read_text().count("<heap nr=") == 1
