@@ -17,6 +17,7 @@ from ..registry.errors import TuneryError
 from ..registry.hookspecs import hookimpl
 from ..registry.loading import load_plugins
 
+_UsageError: Any = typer.BadParameter.__base__  # typer names only this kind of what it raises for wrong grammar
 _FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 RunFolder = Annotated[Path, typer.Argument(help="A run or checkpoint folder that tunery wrote.")]
 
@@ -33,7 +34,15 @@ def main() -> None:
     code = 0
     try:
         load_plugins().manager.hook.tunery_commands(app=app)
-        app(standalone_mode=True)
+        result = app(standalone_mode=False)
+        code = result if isinstance(result, int) else 0
+    except _UsageError as error:
+        message = " ".join(error.format_message().split())
+        if message:  # without arguments, typer has printed the help
+            print(f"tunery: {message}", file=sys.stderr)
+        code = 2
+    except typer.Exit as stop:
+        code = stop.exit_code
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except TuneryError as error:

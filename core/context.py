@@ -10,6 +10,7 @@ from torch import nn
 from transformers.models.auto import modeling_auto as auto
 
 from ..registry.context import RunContext, Task, TaskKind
+from ..registry.errors import AnatomyError
 from .anatomy import new_parameters
 from .arguments import checkpoints_activations
 from .recipe import anatomy_finder
@@ -45,7 +46,10 @@ def infer_task(model: nn.Module) -> Task:
 
 def make_context(model: nn.Module, args: Any, task: Task) -> RunContext:
     """Return what plugins may know about a run of ``model`` with the training arguments ``args``."""
-    fresh = new_parameters(model, task)
+    try:
+        fresh = new_parameters(model, task)
+    except AnatomyError:
+        fresh = frozenset()  # a plain nn.Module: nothing tells its head from its body
     return RunContext(
         tasks=(task,),
         seed=args.seed,
