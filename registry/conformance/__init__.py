@@ -3,9 +3,14 @@
     from tunery.registry.conformance import RegularizerLaws
 
     class TestMine(RegularizerLaws):
-        plugin = "mine:weight=0.5"
+        plugin = "mine:strength=0.5"
 
-The plugin has to be installed. The laws train tiny models on CPU, offline; needs pytest and torch.
+That is all of a test file: name the plugin as a user selects it, with options under which it does something, and have it
+installed. Class attributes say more where it is needed: ``models`` and ``stages`` to check it on; for a regularizer,
+``stochastic`` and the ``strategies`` to combine it with; for a probe, the ``strategies`` it measures.
+
+The laws train tiny models on CPU, offline; one plugin takes about half a minute. They need pytest, and for ZeRO a C++
+compiler: DeepSpeed builds a small operation when it is first used on a machine, which takes one to two minutes.
 """
 
 from __future__ import annotations

@@ -76,6 +76,16 @@ class Forgetful(Offender, Strategy):
         return model
 
 
+class Local(Offender, Strategy):
+    """Does something else on every rank."""
+
+    name = "local"
+
+    def prepare(self, model, run):
+        model.classifier.register_forward_hook(lambda _module, _args, output: output * (1 + run.sharding.rank))
+        return model
+
+
 # ---- regularizers
 
 
@@ -252,7 +262,7 @@ class Guessing(Looking):
 
 @hookimpl
 def tunery_strategies():
-    return [Shifted, Unseeded, Meddling, Forgetful]
+    return [Shifted, Unseeded, Meddling, Forgetful, Local]
 
 
 @hookimpl
