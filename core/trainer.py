@@ -6,6 +6,7 @@ the objective in ``compute_loss`` -> probes at their moments -> checkpoints that
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,8 @@ class PluginTrainerMixin(WholeCheckpoints):
     Args:
         model: a model, loaded; a strategy changes it in place or wraps it.
         args: arguments with the fields of :class:`tunery.core.arguments.PluginArguments`.
-        task: what the model is trained for; default: told from the model's class and config.
+        task: what the model is trained for, or several tasks whose rows say theirs in ``task_ids``; default: told from the
+            model's class and config.
         base_model: the name the manifest records for the base model; default: what its config remembers.
         kwargs: everything else the Trainer takes, by keyword.
 
@@ -46,7 +48,7 @@ class PluginTrainerMixin(WholeCheckpoints):
         model: Any = None,
         args: Any = None,
         *,
-        task: Task | None = None,
+        task: Task | Sequence[Task] | None = None,
         base_model: str | None = None,
         **kwargs: Any,
     ) -> None:
@@ -63,8 +65,11 @@ class PluginTrainerMixin(WholeCheckpoints):
         if model is not None:
             model = self._equip(model, args)
         super().__init__(model=model, args=args, **kwargs)
-        # Only causal-LM losses really divide by num_items_in_batch (transformers#47688).
-        self.model_accepts_loss_kwargs = bool(self.model_accepts_loss_kwargs and self._loss_shifts_labels)
+        # Only causal-LM losses really divide by num_items_in_batch (transformers#47688), and not those of several tasks.
+        shifts = self._loss_shifts_labels and len(self._tasks) == 1
+        self.model_accepts_loss_kwargs = bool(self.model_accepts_loss_kwargs and shifts)
+        if len(self.run.tasks) > 1:
+            self.label_names = ["labels", "task_ids"]
         self.add_callback(_Moments(self))
 
     # ---- building the model
@@ -80,8 +85,10 @@ class PluginTrainerMixin(WholeCheckpoints):
         for module in model.modules():
             if isinstance(module, transformers.PreTrainedModel):
                 module._weight_conversions = []  # type: ignore[assignment]
-        self.run = make_context(model, args, self._given_task or infer_task(model))
+        given = self._given_task or infer_task(model)
+        self.run = make_context(model, args, [given] if isinstance(given, Task) else given)
         self.recipe.check(model, self.run)
+        check_joint(self.run, args)
         self._base = describe_base(model, self.run, self._base_reference)
         strategy = self.recipe.strategy
         if strategy is not None:
@@ -94,7 +101,8 @@ class PluginTrainerMixin(WholeCheckpoints):
         self._reference = Snapshot(model, self.run.sharding) if self.recipe.probes else None
         for regularizer in self.recipe.regularizers:
             regularizer.attach(model, self.run)
-        self.objective = Objective(self.recipe.regularizers, self.run.task)
+        self.objective = Objective(self.recipe.regularizers, self.run.tasks)
+        self._tasks = self.run.tasks if strategy is None else strategy.tasks(self.run)
         return model
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
@@ -105,7 +113,7 @@ class PluginTrainerMixin(WholeCheckpoints):
         return self._equip(model, args)
 
     def _manifest(self) -> dict[str, Any]:
-        return manifest(self.run, self._base, self.recipe.describe())
+        return manifest(dataclasses.replace(self.run, tasks=self._tasks), self._base, self.recipe.describe())
 
     def detach(self) -> None:
         """Take every regularizer off the model, which is plain again afterwards."""
@@ -156,6 +164,26 @@ class PluginTrainerMixin(WholeCheckpoints):
         if "loss" in logs:
             logs.update(self.objective.drain(self.accelerator))
         super().log(logs, *args, **kwargs)
+
+    # ---- several tasks
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        """Return the dataset's own sampler where it mixes tasks, else transformers'."""
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        own = getattr(dataset, "sampler", None)
+        if callable(own):
+            return own(self.args.seed if self.args.data_seed is None else self.args.data_seed)
+        return super()._get_train_sampler(train_dataset)
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        """Clip the gradient, task by task where the strategy keeps tasks apart; return its norm before, all together."""
+        strategy = self.recipe.strategy
+        groups = [] if strategy is None else strategy.gradient_groups(self._equipped, self.run)
+        if len(groups) < 2:
+            return super()._clip_grad_norm(model)
+        self.accelerator.unscale_gradients()
+        norms = [nn.utils.clip_grad_norm_(list(group), self.args.max_grad_norm) for group in groups]
+        return torch.stack(norms).norm()
 
     # ---- a run
 
@@ -214,6 +242,26 @@ class PluginTrainerMixin(WholeCheckpoints):
         loader = self.get_eval_dataloader()
         output = self.evaluation_loop(loader, description="Probe", metric_key_prefix="eval")
         return dict(output.metrics or {})
+
+
+def check_joint(run: RunContext, args: Any) -> None:
+    """Refuse arguments that do not go with several tasks in one batch.
+
+    Raises:
+        CompatibilityError: DeepSpeed's clipping, or label smoothing, which would mix the tasks.
+    """
+    if len(run.tasks) < 2:
+        return
+    if run.sharding.zero_stage and args.max_grad_norm:
+        raise CompatibilityError(
+            f"max_grad_norm={args.max_grad_norm} with {len(run.tasks)} tasks on DeepSpeed, which clips all tasks as one",
+            remedy="set max_grad_norm to 0",
+        )
+    if args.label_smoothing_factor:
+        raise CompatibilityError(
+            f"label_smoothing_factor={args.label_smoothing_factor} with {len(run.tasks)} tasks",
+            remedy="set it to 0: transformers smooths over all label spaces at once",
+        )
 
 
 class _Moments(transformers.TrainerCallback):

@@ -1,0 +1,345 @@
+"""Multi-LoRA as a PEFT method: ``get_peft_model(model, MultiLoraConfig(tasks=...))`` works without a Trainer of tunery.
+
+PEFT has no public way to register a method from outside; a plain string key in its tables is all it looks up. One
+adapter holds all tasks: A once, B_i and head_i per task, in one ``adapter_model.safetensors``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from peft import PeftConfig
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
+from peft.tuners.tuners_utils import BaseTuner
+from torch import nn
+
+from ....registry.context import Task, TaskKind
+from ....registry.errors import CompatibilityError, DataError
+from .heads import TaskHeads, fresh_heads
+from .layers import ADAPTABLE, MultiLoraLayer, features
+from .losses import task_losses
+from .routing import Router
+
+PEFT_TYPE = "MULTI_LORA"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+
+
+def to_task(described: Mapping[str, Any]) -> Task:
+    """Return the task of one entry of ``MultiLoraConfig.tasks``.
+
+    Raises:
+        DataError: a name that cannot be part of a parameter's name, an unknown kind, or a classifier without labels.
+    """
+    name = str(described.get("name", ""))
+    if not _NAME.fullmatch(name) or hasattr(nn.ModuleDict, name):
+        raise DataError(f"task name {name!r}", remedy="use letters, digits, - and _, and no name of torch.nn.Module's")
+    try:
+        kind = TaskKind(described.get("kind", TaskKind.CLASSIFICATION))
+    except ValueError:
+        known = [kind.value for kind in TaskKind]
+        raise DataError(f"task {name!r} has kind {described['kind']!r}", known=known) from None
+    labels = described.get("label_names") or tuple(f"LABEL_{index}" for index in range(described.get("num_labels", 0)))
+    if kind in (TaskKind.CLASSIFICATION, TaskKind.IMAGE_CLASSIFICATION) and len(labels) < 2:
+        raise DataError(f"task {name!r} has {len(labels)} labels", remedy="give num_labels or label_names, two or more")
+    return Task(name=name, kind=kind, label_names=tuple(labels), metrics=tuple(described.get("metrics", ())))
+
+
+def describe(task: Task) -> dict[str, Any]:
+    """Return a task as ``MultiLoraConfig.tasks`` holds it."""
+    entry: dict[str, Any] = {"name": task.name, "kind": task.kind.value}
+    if task.label_names:
+        entry["label_names"] = list(task.label_names)
+    if task.metrics:
+        entry["metrics"] = list(task.metrics)
+    return entry
+
+
+@dataclass
+class MultiLoraConfig(PeftConfig):
+    """Configuration of Multi-LoRA for plain PEFT.
+
+    Args:
+        tasks: one mapping per task: ``name``; ``kind``: ``classification`` (default), ``regression``, ``causal_lm`` or
+            ``image_classification``; ``num_labels`` or ``label_names`` for a classifier; ``frozen: true`` for one that
+            does not train.
+        r: rank.
+        lora_alpha: the update is scaled by ``lora_alpha / r``.
+        lora_dropout: probability of zeroing an element of x before A, in training.
+        target_modules: names, or last parts of names, of the modules to adapt.
+        exclude_modules: the same, of modules to leave alone.
+        heads: names of the fresh modules every task gets a copy of; default: what the model has outside its backbone.
+        init: ``default``: the shared factor is drawn as torch draws a Linear, ``gaussian``: from N(0, 1).
+        frozen: the shared factor, ``a`` or ``b``.
+
+    Raises:
+        DataError: no task, two of one name, or one that cannot be read.
+        CompatibilityError: an option out of range.
+    """
+
+    tasks: list[dict[str, Any]] = field(default_factory=list)
+    r: int = 8
+    lora_alpha: float = 16
+    lora_dropout: float = 0.0
+    target_modules: list[str] | str | None = None
+    exclude_modules: list[str] | str | None = None
+    heads: list[str] | None = None
+    init: str = "default"
+    frozen: str = "a"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.peft_type = PEFT_TYPE  # type: ignore[assignment]
+        names = [task.name for task in self.parsed()]
+        if not names:
+            raise DataError("multi_lora without a task", remedy="give one or more")
+        for name in names:
+            if names.count(name) > 1:
+                raise DataError(f"two tasks are called {name!r}", known=names, remedy="give one of them another name")
+        if self.task_type is not None:
+            raise CompatibilityError("task_type with MultiLoraConfig", remedy="leave it out: every task has its kind")
+        if self.r < 1 or self.init not in ("default", "gaussian") or self.frozen not in ("a", "b"):
+            known = ["r >= 1", "init default or gaussian", "frozen a or b"]
+            raise CompatibilityError(f"r={self.r}, init={self.init!r}, frozen={self.frozen!r}", known=known)
+
+    def parsed(self) -> list[Task]:
+        """Return the tasks."""
+        return [to_task(entry) for entry in self.tasks]
+
+
+class MultiLoraModel(BaseTuner):
+    """The tuner: adapts modules, gives every task its head, sends rows their way and computes the tasks' losses.
+
+    The base model is called with ``task_ids``, integers of shape (rows,), beside its usual inputs, or :meth:`set_task`
+    or :meth:`task` chose a task for all rows. With ``labels``, ``outputs.loss`` is the sum of the tasks' mean losses;
+    while training, ``outputs.task_losses`` holds them one by one, shape (tasks,).
+    """
+
+    prefix = "lora_"
+    tuner_layer_cls = MultiLoraLayer
+    target_module_mapping: dict[str, list[str]] = {}  # noqa: RUF012  # PEFT's own declaration
+
+    router: Router
+
+    # ---- building
+
+    def _pre_injection_hook(self, model: nn.Module, config: Any, adapter_name: str) -> None:
+        self.tasks = config.parsed()
+        self.router = Router([task.name for task in self.tasks])
+        self._labels: torch.Tensor | None = None
+        kinds = {task.kind.is_language_modelling for task in self.tasks}
+        if len(kinds) > 1:
+            raise CompatibilityError(
+                "language modelling and other tasks in one model", remedy="train them in two runs: their heads differ"
+            )
+
+    def _check_new_adapter_config(self, config: Any) -> None:
+        if len(self.peft_config) > 1:
+            raise CompatibilityError("a second Multi-LoRA adapter in one model", remedy="add a task to the first one")
+
+    def _prepare_adapter_config(self, peft_config: Any, model_config: Any) -> Any:
+        if not peft_config.target_modules:
+            raise CompatibilityError("MultiLoraConfig without target_modules", known=adaptable(self.model))
+        return peft_config
+
+    def _create_and_replace(
+        self,
+        peft_config: Any,
+        adapter_name: str,
+        target: nn.Module,
+        target_name: str,
+        parent: nn.Module,
+        current_key: str,
+        parameter_name: str | None = None,
+    ) -> None:
+        if not isinstance(target, ADAPTABLE):
+            raise CompatibilityError(
+                f"multi_lora cannot adapt {current_key!r}, a {type(target).__name__}", known=adaptable(self.model)
+            )
+        if peft_config.r > min(features(target)):
+            raise CompatibilityError(
+                f"r={peft_config.r} is more than module {current_key!r} has: {min(features(target))}",
+                remedy="choose a smaller r",
+            )
+        adapted = MultiLoraLayer(
+            target,
+            current_key,
+            self.router,
+            r=peft_config.r,
+            alpha=peft_config.lora_alpha,
+            dropout=peft_config.lora_dropout,
+            gaussian=peft_config.init == "gaussian",
+            frozen=peft_config.frozen,
+            trains={entry["name"]: not entry.get("frozen") for entry in peft_config.tasks},
+        )
+        setattr(parent, target_name, adapted)
+
+    def _post_injection_hook(self, model: nn.Module, config: Any, adapter_name: str) -> None:
+        heads = [] if self.tasks[0].kind.is_language_modelling else config.heads or outside_backbone(model)
+        if not heads and not self.tasks[0].kind.is_language_modelling:
+            raise CompatibilityError(
+                f"{type(model).__name__} has no head to give the tasks", remedy="load it with a classification head"
+            )
+        # PEFT writes sets and tuples in any order, and the file should say what was chosen.
+        config.heads = list(heads) or None
+        wrappers = {name: TaskHeads(model.get_submodule(name), name, self.router) for name in heads}
+        for index, (task, entry) in enumerate(zip(self.tasks, config.tasks, strict=True)):
+            for name, head in (fresh_heads(model, heads, task.num_labels, index == 0) if heads else {}).items():
+                wrappers[name].put(task.name, head, trains=not entry.get("frozen"))
+        for name, wrapper in wrappers.items():
+            wrapper.base_layer.requires_grad_(False)
+            model.set_submodule(name, wrapper)
+            if config.inference_mode:
+                wrapper.set_adapter(adapter_name, inference_mode=True)
+        self._hooks = [
+            model.register_forward_pre_hook(self._before, with_kwargs=True),
+            model.register_forward_hook(self._after),
+        ]
+
+    # ---- a forward pass
+
+    def _before(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        task_ids = kwargs.pop("task_ids", None)
+        if len(self.tasks) == 1 and task_ids is None:
+            self.router.groups = None  # one task: the base model's own loss is the task's
+            return args, kwargs
+        self._labels = kwargs.pop("labels", None)
+        batch = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        self.router.route(task_ids, len(batch))
+        return args, kwargs
+
+    def _after(self, module: nn.Module, _args: Any, output: Any) -> Any:
+        labels, self._labels = self._labels, None
+        if labels is None:
+            return output
+        assert self.router.groups is not None
+        found = task_losses(output.logits, labels, self.tasks, self.router.groups)
+        zero = output.logits.new_zeros(())
+        losses = torch.stack([found.get(number, zero).to(zero.dtype) for number in range(len(self.tasks))])
+        output["loss"] = losses.sum()
+        output.move_to_end("loss", last=False)
+        if module.training:
+            output["task_losses"] = losses
+        return output
+
+    # ---- choosing, adding, dropping tasks
+
+    def set_task(self, name: str | None) -> None:
+        """Choose the task of rows that come without ``task_ids``; ``None`` for none.
+
+        Raises:
+            DataError: there is no such task.
+        """
+        if name is not None:
+            self.router.number(name)
+        self.router.active = name
+
+    @contextmanager
+    def task(self, name: str) -> Iterator[None]:
+        """Inside, rows that come without ``task_ids`` belong to task ``name``.
+
+        Raises:
+            DataError: there is no such task.
+        """
+        before = self.router.active
+        self.set_task(name)
+        try:
+            yield
+        finally:
+            self.router.active = before
+
+    def keep_tasks(self, names: Mapping[str, str]) -> None:
+        """Keep these tasks, in this order, under these new names, and forget the others.
+
+        Raises:
+            DataError: an unknown task, none at all, or two of one new name.
+        """
+        numbers = [self.router.number(name) for name in names]
+        (config,) = self.peft_config.values()
+        entries = [{**config.tasks[number], "name": new} for number, new in zip(numbers, names.values(), strict=True)]
+        type(config)(**{**config.to_dict(), "tasks": entries})  # refuses what cannot be
+        for module in self.model.modules():
+            if isinstance(module, MultiLoraLayer):
+                own = module.per_task
+                kept = {new: (own.of(old), old in own._parameters) for old, new in names.items()}
+                for old in self.router.tasks:
+                    own.drop(old)
+                for new, (value, trains) in kept.items():
+                    own.put(new, value.detach(), trains)
+            elif isinstance(module, TaskHeads):
+                heads = {new: module.heads[old] for old, new in names.items()}
+                module.heads.clear()
+                module.heads.update(heads)
+        config.tasks = entries
+        self.tasks = config.parsed()
+        active = self.router.active
+        self.router.tasks[:] = [task.name for task in self.tasks]
+        self.router.active = names.get(active or "") or (self.router.tasks[0] if len(self.tasks) == 1 else None)
+        self.router.groups = None
+
+    # ---- leaving
+
+    def plain(self, name: str, merge: bool) -> Any:
+        """Take the adapter off and return the base model with one task's head, ``merge``d with its update or not.
+
+        Raises:
+            DataError: there is no such task.
+        """
+        task = self.tasks[self.router.number(name)]
+        for path, module in list(self.model.named_modules()):
+            if isinstance(module, MultiLoraLayer | TaskHeads):
+                self.model.set_submodule(path, module.plain(name, merge))
+        for hook in self._hooks:
+            hook.remove()
+        if hasattr(self.model, "peft_config"):
+            del self.model.peft_config
+        give_labels(self.model.config, task)
+        return self.model
+
+    def _unload_and_optionally_merge(self, merge: bool = True, **_unused: Any) -> Any:
+        if self.router.active is None:
+            raise DataError("which task's model?", known=self.router.tasks, remedy="choose one with set_task")
+        return self.plain(self.router.active, merge)
+
+    @classmethod
+    def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:
+        return key  # one adapter, whose name is in no key; a task may be called what PEFT calls adapters
+
+
+def give_labels(config: Any, task: Task) -> None:
+    """Write a task's labels into the config of a model that has its head now."""
+    if task.kind.is_language_modelling:
+        return
+    names = task.label_names or ("LABEL_0",)
+    config.id2label = dict(enumerate(names))
+    config.label2id = {name: index for index, name in enumerate(names)}
+    config.problem_type = "regression" if task.kind is TaskKind.REGRESSION else "single_label_classification"
+
+
+def adaptable(model: nn.Module) -> list[str]:
+    """Return the last parts of the names of the modules that can be adapted."""
+    return sorted({name.rsplit(".", 1)[-1] for name, part in model.named_modules() if isinstance(part, ADAPTABLE)})
+
+
+def outside_backbone(model: Any) -> list[str]:
+    """Return the children of a transformers model, other than its backbone, that have parameters."""
+    backbone = getattr(model, "base_model_prefix", "")
+    return [name for name, child in model.named_children() if name != backbone and any(True for _ in child.parameters())]
+
+
+def of(model: Any) -> MultiLoraModel:
+    """Return the tuner of a ``PeftModel`` that was made with :class:`MultiLoraConfig`."""
+    tuner = model.base_model
+    assert isinstance(tuner, MultiLoraModel)
+    return tuner
+
+
+PEFT_TYPE_TO_CONFIG_MAPPING[PEFT_TYPE] = MultiLoraConfig  # type: ignore[index]
+PEFT_TYPE_TO_TUNER_MAPPING[PEFT_TYPE] = MultiLoraModel  # type: ignore[index]
+PEFT_TYPE_TO_PREFIX_MAPPING[PEFT_TYPE] = MultiLoraModel.prefix  # type: ignore[index]
+
+__all__: Sequence[str] = ("MultiLoraConfig", "MultiLoraModel", "describe", "of", "outside_backbone", "to_task")
