@@ -110,7 +110,7 @@ def train(options: Options) -> dict[str, Any]:
     result = {
         "task": "+".join(task.name for task in tasks),
         "metrics": {key.removeprefix("eval_"): value for key, value in metrics.items()},
-        "main_metric": MEAN if len(tasks) > 1 else tasks[0].metrics[0],
+        "main_metrics": _main_metrics(tasks),
         "train_loss": outcome.training_loss,
         "examples": _examples(data),
         "parameters": parameter_counts(trained) | {"stored": stored_parameters(output_dir)},
@@ -126,7 +126,7 @@ def train(options: Options) -> dict[str, Any]:
             trainer.state.log_history,
             output_dir / CURVE,
             f"{result['task']}: {args.strategy or 'as given'}",
-            result["main_metric"],
+            result["main_metrics"][-1],
         )
     if options.run.baselines:
         result["baselines"] = {name: _baseline(options, name, data) for name in options.run.baselines}
@@ -178,6 +178,13 @@ def _scoring(tasks: Sequence[Task]) -> dict[str, Any]:
         "compute_metrics": compute_joint_metrics(tasks),
         "preprocess_logits_for_metrics": token_losses if words else None,
     }
+
+
+def _main_metrics(tasks: Sequence[Task]) -> list[str]:
+    """Return the names of the metrics to look at: the task's main one, or that of each task and their mean."""
+    if len(tasks) == 1:
+        return [tasks[0].metrics[0]]
+    return [*(f"{task.name}_{task.metrics[0]}" for task in tasks), MEAN]
 
 
 def _examples(data: Sequence[TaskData]) -> dict[str, int]:

@@ -180,7 +180,7 @@ class PluginTrainerMixin(WholeCheckpoints):
         strategy = self.recipe.strategy
         groups = [] if strategy is None else strategy.gradient_groups(self._equipped, self.run)
         if len(groups) < 2:
-            return super()._clip_grad_norm(model)
+            return super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
         self.accelerator.unscale_gradients()
         norms = [nn.utils.clip_grad_norm_(list(group), self.args.max_grad_norm) for group in groups]
         return torch.stack(norms).norm()

@@ -160,7 +160,9 @@ def compute_joint_metrics(tasks: Sequence[Task]) -> Callable[[EvalPrediction], d
         import numpy as np
         from transformers import EvalPrediction
 
-        outputs, (labels, task_ids) = evaluation.predictions, evaluation.label_ids
+        outputs = evaluation.predictions
+        given: Any = evaluation.label_ids
+        labels, task_ids = given
         logits = np.asarray(outputs[0] if isinstance(outputs, tuple) else outputs)
         found: dict[str, float] = {}
         for number, (task, score) in enumerate(zip(tasks, singly, strict=True)):

@@ -163,7 +163,7 @@ class MultiLora(Strategy):
         if len(run.tasks) > 1:
             known = [task.name for task in run.tasks]
             raise CompatibilityError("several tasks, and one to export", known=known, remedy="choose it with --task")
-        tuner, (config,) = of(model), model.peft_config.values()  # type: ignore[operator,union-attr]
+        tuner, (config,) = of(model), model.peft_config.values()  # type: ignore[operator]
         layers = [module for module in tuner.modules() if isinstance(module, MultiLoraLayer)]
         factors = {layer.name: [f.detach().clone() for f in layer.factors(run.task.name)] for layer in layers}
         conv1d, heads = layers[0].fan_in_fan_out, config.heads
@@ -236,7 +236,9 @@ def _query_and_value(model: nn.Module, run: RunContext) -> list[str]:
 
 def _fresh_modules(model: nn.Module, run: RunContext) -> list[str]:
     """Return the model's own children that hold what is not pre-trained, in the order it runs them."""
-    return list(dict.fromkeys(name.split(".")[0] for name, _ in model.named_parameters() if not run.is_pretrained(name)))
+    return list(
+        dict.fromkeys(name.split(".")[0] for name, _ in model.named_parameters() if not run.is_pretrained(name))
+    )
 
 
 @hookimpl

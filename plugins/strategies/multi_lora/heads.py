@@ -52,7 +52,7 @@ class TaskHeads(nn.Module, BaseTunerLayer):
         filled = [functional.pad(piece, (0, width - piece.shape[-1]), value=-torch.inf) for piece in pieces]
         return groups.joined(filled)
 
-    def set_adapter(self, adapter_names: str | Sequence[str], inference_mode: bool = False) -> None:
+    def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
         """Let what trains require a gradient, or with ``inference_mode`` nothing."""
         for parameter in self.heads.parameters():
             parameter.requires_grad_(not inference_mode)

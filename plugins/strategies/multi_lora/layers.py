@@ -6,7 +6,7 @@ Shape suffixes: B rows, T positions, I inputs, O outputs, R rank, K tasks that t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -158,7 +158,8 @@ class MultiLoraLayer(nn.Module, BaseTunerLayer):
             z_BTR = functional.linear(x_BTI, self.shared) * self.scaling
             return result + self.lora_B(z_BTR, self.name).to(result.dtype)
         z_BTR = self.lora_A(x_BTI, self.name) * self.scaling
-        return result + functional.linear(z_BTR, self.shared).to(result.dtype)
+        updated: torch.Tensor = result + functional.linear(z_BTR, self.shared).to(result.dtype)
+        return updated
 
     def plain(self, task: str, merge: bool) -> nn.Module:
         """Return the base module, with ``merge`` as W0 + (alpha / r) B_i A of one task."""
@@ -170,7 +171,7 @@ class MultiLoraLayer(nn.Module, BaseTunerLayer):
             weight.data += (update_OI.T if self.fan_in_fan_out else update_OI).to(weight.dtype)
         return self.base_layer
 
-    def set_adapter(self, adapter_names: str | Sequence[str], inference_mode: bool = False) -> None:
+    def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
         """Let what trains require a gradient, or with ``inference_mode`` nothing."""
         for parameter in self.per_task.parameters():
             parameter.requires_grad_(not inference_mode)

@@ -41,7 +41,7 @@ class Groups:
 
     def split(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return each task's rows of ``x``, shape (rows, ...)."""
-        return (x if self.order is None else x.index_select(0, self.order)).split(self.sizes)
+        return torch.split(x if self.order is None else x.index_select(0, self.order), list(self.sizes))
 
     def joined(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
         """Put what was computed for each task's rows back into the batch's order."""

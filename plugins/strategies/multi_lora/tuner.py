@@ -92,8 +92,8 @@ class MultiLoraConfig(PeftConfig):
     frozen: str = "a"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        self.peft_type = PEFT_TYPE  # type: ignore[assignment]
+        super().__post_init__()  # type: ignore[no-untyped-call]
+        self.peft_type = PEFT_TYPE
         names = [task.name for task in self.parsed()]
         if not names:
             raise DataError("multi_lora without a task", remedy="give one or more")
@@ -228,6 +228,12 @@ class MultiLoraModel(BaseTuner):
 
     # ---- choosing, adding, dropping tasks
 
+    @property
+    def _config(self) -> MultiLoraConfig:
+        (config,) = self.peft_config.values()
+        assert isinstance(config, MultiLoraConfig)
+        return config
+
     def set_task(self, name: str | None) -> None:
         """Choose the task of rows that come without ``task_ids``; ``None`` for none.
 
@@ -259,7 +265,7 @@ class MultiLoraModel(BaseTuner):
             DataError: an unknown task, none at all, or two of one new name.
         """
         numbers = [self.router.number(name) for name in names]
-        (config,) = self.peft_config.values()
+        config = self._config
         entries = [{**config.tasks[number], "name": new} for number, new in zip(numbers, names.values(), strict=True)]
         type(config)(**{**config.to_dict(), "tasks": entries})  # refuses what cannot be
         for module in self.model.modules():
@@ -300,7 +306,7 @@ class MultiLoraModel(BaseTuner):
         give_labels(self.model.config, task)
         return self.model
 
-    def _unload_and_optionally_merge(self, merge: bool = True, **_unused: Any) -> Any:
+    def _unload_and_optionally_merge(self, merge: bool = True, *_args: Any, **_kwargs: Any) -> Any:
         if self.router.active is None:
             raise DataError("which task's model?", known=self.router.tasks, remedy="choose one with set_task")
         return self.plain(self.router.active, merge)
@@ -328,7 +334,9 @@ def adaptable(model: nn.Module) -> list[str]:
 def outside_backbone(model: Any) -> list[str]:
     """Return the children of a transformers model, other than its backbone, that have parameters."""
     backbone = getattr(model, "base_model_prefix", "")
-    return [name for name, child in model.named_children() if name != backbone and any(True for _ in child.parameters())]
+    return [
+        name for name, child in model.named_children() if name != backbone and any(True for _ in child.parameters())
+    ]
 
 
 def of(model: Any) -> MultiLoraModel:
