@@ -22,7 +22,7 @@ from tunery.registry.errors import ArtifactError, CompatibilityError, RecipeErro
 RESULT_KEYS = {
     "task",
     "metrics",
-    "main_metric",
+    "main_metrics",
     "train_loss",
     "examples",
     "parameters",
@@ -60,7 +60,7 @@ def test_result_json(compared: tuple[Path, dict[str, Any]], tiny: Any):
     assert result == returned
     assert result.keys() == RESULT_KEYS | {"baselines"}
     assert result["task"] == "rows"
-    assert result["main_metric"] == "accuracy"
+    assert result["main_metrics"] == ["accuracy"]
     assert result["seed"] == 7
     assert result["base_model"] == str(tiny.base)
     assert [(plugin["kind"], plugin["name"]) for plugin in result["plugins"]] == [
@@ -229,7 +229,7 @@ def test_regression(tiny: Any, tmp_path: Path):
     rows = [{"text": "a b c " * (i % 3 + 1), "score": i / 10} for i in range(20)]
     keys = tiny.given(train_file=write_rows(tmp_path / "scores.jsonl", rows), output_dir=str(tmp_path / "run"))
     result = train(build_options(keys | {"max_steps": 2, "baselines": ["majority"]}))
-    assert result["main_metric"] == "pearson"
+    assert result["main_metrics"] == ["pearson"]
     assert set(result["metrics"]) == {"loss", "pearson", "spearman", "mse"}
     assert result["baselines"]["majority"]["metrics"]["mse"] > 0
     assert load_run(tmp_path / "run").model.config.num_labels == 1
@@ -252,7 +252,7 @@ def test_language_modelling(language_model: dict[str, Any], tiny: Any, tmp_path:
     """Texts alone make it a causal language model, whose main metric is the perplexity exp(loss)."""
     changes = {"strategy": "lora:r=2", "output_dir": str(tmp_path / "run"), "baselines": ["majority"]}
     result = train(build_options(tiny.given(**language_model | changes)))
-    assert result["main_metric"] == "perplexity"
+    assert result["main_metrics"] == ["perplexity"]
     assert result["metrics"]["perplexity"] == pytest.approx(math.exp(result["metrics"]["loss"]))
     assert result["baselines"]["majority"]["metrics"] == {}
     assert result["parameters"]["trainable"] == 2 * (16 * 2 + 2 * 16)

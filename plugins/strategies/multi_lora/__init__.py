@@ -1,7 +1,7 @@
 """Multi-LoRA: k tasks train together on one frozen A; h = W0 x + (alpha / r) B_i A x, and every task leaves as a plain LoRA.
 
-``Xing et al., Multi-LoRA``, section 5 and Algorithm 1. Read on in ``tuner.py`` (the PEFT method), ``layers.py`` (an adapted
-module), ``heads.py``, ``losses.py`` and ``routing.py`` (which row belongs to which task).
+``Xing et al., Multi-LoRA``, section 5 and Algorithm 1. Read on in ``config.py`` and ``tuner.py`` (the PEFT method), ``layers.py`` (an adapted module),
+``heads.py``, ``losses.py`` and ``routing.py`` (which row belongs to which task).
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ class MultiLora(Strategy):
         """
         from peft import get_peft_model
 
-        from .tuner import MultiLoraConfig, describe, of
+        from .config import MultiLoraConfig, describe
+        from .tuner import of
 
         names = [task.name for task in run.tasks]
         for name in self.config.tasks or ():
@@ -119,7 +120,7 @@ class MultiLora(Strategy):
         """
         if self.config.add_to is None:
             return run.tasks
-        from .tuner import to_task
+        from .config import to_task
 
         earlier = self._read_earlier(Path(self.config.add_to))
         known = [to_task(entry) for entry in earlier.tasks]
@@ -194,7 +195,7 @@ class MultiLora(Strategy):
     def _read_earlier(self, folder: Path) -> Any:
         from peft import PeftConfig
 
-        from .tuner import MultiLoraConfig
+        from .config import MultiLoraConfig
 
         if self._earlier is not None:
             return self._earlier

@@ -150,16 +150,18 @@ class MultiLoraLayer(nn.Module, BaseTunerLayer):
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return W0 x + b + (alpha / r) B_i A x, shape (B, T, O), for x of shape (B, T, I)."""
         result: torch.Tensor = self.base_layer(x, *args, **kwargs)
+        update_BTO: torch.Tensor
         if self.disable_adapters:
             return result
         x_BTI = self.lora_dropout(x.to(self.shared.dtype))
         # The scale goes where it is cheapest: r numbers a position.
         if self.frozen == "a":
             z_BTR = functional.linear(x_BTI, self.shared) * self.scaling
-            return result + self.lora_B(z_BTR, self.name).to(result.dtype)
-        z_BTR = self.lora_A(x_BTI, self.name) * self.scaling
-        updated: torch.Tensor = result + functional.linear(z_BTR, self.shared).to(result.dtype)
-        return updated
+            update_BTO = self.lora_B(z_BTR, self.name)
+        else:
+            z_BTR = self.lora_A(x_BTI, self.name) * self.scaling
+            update_BTO = functional.linear(z_BTR, self.shared)
+        return result + update_BTO.to(result.dtype)
 
     def plain(self, task: str, merge: bool) -> nn.Module:
         """Return the base module, with ``merge`` as W0 + (alpha / r) B_i A of one task."""
