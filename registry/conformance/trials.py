@@ -49,7 +49,7 @@ class Trial:
 
     model: str = "bert_classifier"
     dropout: bool = False
-    strategy: str | None = None
+    strategy: str | Mapping[str, Any] | None = None
     regularizers: tuple[str, ...] = ()
     probes: tuple[str, ...] = ()
     steps: int = 4

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from peft import PeftConfig
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from torch import nn
 
 from ....registry.context import Task, TaskKind
@@ -97,3 +98,6 @@ class MultiLoraConfig(PeftConfig):
     def parsed(self) -> list[Task]:
         """Return the tasks."""
         return [to_task(entry) for entry in self.tasks]
+
+
+PEFT_TYPE_TO_CONFIG_MAPPING[PEFT_TYPE] = MultiLoraConfig  # type: ignore[index]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
+from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 from transformers.utils.generic import ModelOutput
@@ -152,11 +152,15 @@ class MultiLoraModel(BaseTuner):
             return output
         assert self.router.groups is not None
         found = task_losses(output.logits, labels, self.tasks, self.router.groups)
-        zero = output.logits.new_zeros(())
-        losses = torch.stack([found.get(number, zero).to(zero.dtype) for number in range(len(self.tasks))])
+        zero = torch.zeros_like(next(iter(found.values())))
+        losses = torch.stack([found.get(number, zero) for number in range(len(self.tasks))])
+        total = losses.sum()
+        if module.training and not total.requires_grad:  # no row of a task that trains
+            total = total + torch.zeros_like(total, requires_grad=True)
+            losses = losses + total * 0
         kept = {name: output.get(name) for name in ("past_key_values", "hidden_states", "attentions")}
         return JointOutput(
-            loss=losses.sum(), logits=output.logits, task_losses=losses if module.training else None, **kept
+            loss=total, logits=output.logits, task_losses=losses if module.training else None, **kept
         )
 
     # ---- choosing, adding, dropping tasks
@@ -220,6 +224,25 @@ class MultiLoraModel(BaseTuner):
         self.router.active = names.get(active or "") or (self.router.tasks[0] if len(self.tasks) == 1 else None)
         self.router.groups = None
 
+    def parameter_counts(self) -> dict[str, int]:
+        """Count numbers four ways.
+
+        Returns:
+            ``trains``: with a gradient; ``stored``: in the adapter's file, A and heads included; ``paper``: A + k B, as the
+            paper's tables count; ``loras``: what k separate LoRAs of this rank hold, k (A + B).
+        """
+        layers = [module for module in self.model.modules() if isinstance(module, MultiLoraLayer)]
+        heads = [module for module in self.model.modules() if isinstance(module, TaskHeads)]
+        shared = sum(layer.shared.numel() for layer in layers)
+        own = sum(tensor.numel() for layer in layers for tensor in layer.per_task.state_dict().values())
+        of_heads = sum(tensor.numel() for head in heads for tensor in head.heads.state_dict().values())
+        return {
+            "trains": sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad),
+            "stored": shared + own + of_heads,
+            "paper": shared + own,
+            "loras": len(self.tasks) * shared + own,
+        }
+
     # ---- leaving
 
     def plain(self, name: str, merge: bool) -> Any:
@@ -267,6 +290,8 @@ def adaptable(model: nn.Module) -> list[str]:
 def outside_backbone(model: Any) -> list[str]:
     """Return the children of a transformers model, other than its backbone, that have parameters."""
     backbone = getattr(model, "base_model_prefix", "")
+    if not isinstance(getattr(model, backbone, None), nn.Module):
+        return []  # the model is the backbone
     return [
         name for name, child in model.named_children() if name != backbone and any(True for _ in child.parameters())
     ]
@@ -279,6 +304,5 @@ def of(model: Any) -> MultiLoraModel:
     return tuner
 
 
-PEFT_TYPE_TO_CONFIG_MAPPING[PEFT_TYPE] = MultiLoraConfig  # type: ignore[index]
 PEFT_TYPE_TO_TUNER_MAPPING[PEFT_TYPE] = MultiLoraModel  # type: ignore[index]
 PEFT_TYPE_TO_PREFIX_MAPPING[PEFT_TYPE] = MultiLoraModel.prefix  # type: ignore[index]
