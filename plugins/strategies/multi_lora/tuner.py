@@ -159,9 +159,7 @@ class MultiLoraModel(BaseTuner):
             total = total + torch.zeros_like(total, requires_grad=True)
             losses = losses + total * 0
         kept = {name: output.get(name) for name in ("past_key_values", "hidden_states", "attentions")}
-        return JointOutput(
-            loss=total, logits=output.logits, task_losses=losses if module.training else None, **kept
-        )
+        return JointOutput(loss=total, logits=output.logits, task_losses=losses if module.training else None, **kept)
 
     # ---- choosing, adding, dropping tasks
 
