@@ -86,7 +86,8 @@ class PluginTrainerMixin(WholeCheckpoints):
             if isinstance(module, transformers.PreTrainedModel):
                 module._weight_conversions = []  # type: ignore[assignment]
         given = self._given_task or infer_task(model)
-        self.run = make_context(model, args, [given] if isinstance(given, Task) else given)
+        context = make_context(model, args, [given] if isinstance(given, Task) else given)
+        self.run = dataclasses.replace(context, regularizers=tuple(r.name for r in self.recipe.regularizers))
         self.recipe.check(model, self.run)
         check_joint(self.run, args)
         self._base = describe_base(model, self.run, self._base_reference)

@@ -204,6 +204,7 @@ class RunContext:
             a fresh task head.
         logger: for the plugin's own words.
         activation_checkpointing: whether layers are re-run in the backward pass.
+        regularizers: names of the run's regularizers, which look at one forward pass a micro-batch.
     """
 
     tasks: tuple[Task, ...]
@@ -212,6 +213,7 @@ class RunContext:
     pretrained_parameters: frozenset[str]
     logger: logging.Logger
     activation_checkpointing: bool = False
+    regularizers: tuple[str, ...] = ()
     find_anatomy: Callable[[nn.Module], Anatomy] = field(repr=False)
 
     @property
