@@ -158,7 +158,7 @@ def _picture(finding: Finding, path: Path) -> None:
     axes.set_title(finding.title, fontsize="medium", wrap=True)
     finding.draw(axes)
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False)
+        figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize="small")
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     figure.savefig(temporary, dpi=150, format="png")
     temporary.replace(path)
