@@ -1,7 +1,7 @@
 """The stability bounds of the paper as functions of the numbers they name.
 
-Definition 2.1 measures stability by E |A(S^i) - A(S)|, the distance between the weights trained on all samples and on all but
-sample ``i``; Definition 2.3 by the distance between their directions.
+Definition 2.1 measures stability by E |A(S^i) - A(S)|, the distance between the weights trained on all samples and on all
+but sample ``i``; Definition 2.3 by the distance between their directions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def theorem_2_2(*, n: int, lipschitz: float, beta: float, mu: float, distance: f
 
 
 def theorem_2_2_corrected(*, n: int, lipschitz: float, beta: float, mu: float, distance: float) -> float:
-    """Return Theorem 2.2's bound with the step at t = 0: sqrt(2 L |w0 - w*| / beta) / (n (1 - q)), which is 1 / q as large."""
+    """Return Theorem 2.2's bound with the step at t = 0: sqrt(2 L |w0 - w*| / beta) / (n (1 - q)), 1 / q times as large."""
     return math.sqrt(2 * lipschitz * distance / beta) / (n * (1 - _contraction(mu, beta)))
 
 
@@ -48,8 +48,8 @@ def convergence_rate(t: int) -> float:
 def svm_distance(*, n: int, regularization: float, bound: float, margin: float) -> float:
     """Bound how far the support vector machine moves when one sample is left out (Lemma A.2.5, second term of eq. 6).
 
-    max{sqrt(2 (1 + B / gamma) / (lambda n)), (B + sqrt(B^2 + 8 n lambda (1 + B / gamma))) / (2 n lambda)}. The second of the two
-    is the larger, always: at B = 0 inside the root they are equal.
+    max{sqrt(2 (1 + B / gamma) / (lambda n)), (B + sqrt(B^2 + 8 n lambda (1 + B / gamma))) / (2 n lambda)}. The second is the
+    larger, always: without its B and B^2 the two are equal.
 
     Args:
         n: samples.
@@ -114,7 +114,7 @@ def corollary_3_1_rate(*, heads: int, t: int, c: float, xi: float, delta: float)
 def step_limit(largest_singular_value: float, n: int) -> float:
     """Return the step below which gradient descent on the mean logistic loss of ``n`` samples descends: 8 n / sigma_max^2.
 
-    2 / (beta sigma_max^2) for the sum of losses with beta = 1/4. Theorem 2.4 prints sigma_max to the first power, which has not
-    the unit of a step: doubling every feature must divide it by four.
+    2 / (beta sigma_max^2) for the sum of losses, with beta = 1/4. Theorem 2.4 prints sigma_max to the first power, which has
+    not the unit of a step: doubling every feature must divide it by four.
     """
     return 8 * n / largest_singular_value**2

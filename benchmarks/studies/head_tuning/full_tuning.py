@@ -72,7 +72,7 @@ def full_tuning(run: Run) -> Finding:
         ),
         rows=rows,
         verdict=(
-            f"As printed the bound fails at mu / beta = {', '.join(f'{ratio:g}' for ratio in broken)}: its proof leaves out the first step. "
+            f"As printed the bound fails at mu / beta = {', '.join(map(str, broken))}: its proof leaves out the first step. "
             if broken
             else "The bound holds as printed. "
         )

@@ -1,8 +1,8 @@
 """Data, heads and support vector machines.
 
 Shapes: ``s`` data sets of ``n`` samples, inputs ``[x, -1]`` of ``D`` numbers so that the last weight is the intercept
-(section 2.3), ``r`` heads a data set. A sample is stored as ``y [x, -1]``: a head ``w`` is right about it when the product is
-positive.
+(section 2.3), ``r`` heads a data set. A sample is stored as ``y [x, -1]``: a head ``w`` is right about it when the product
+is positive.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Machine:
     def largest_regularization(self, n: int) -> float:
         """Return the largest lambda at which lambda |w|^2 + mean hinge loss still has this minimum: 1 / (2 n max dual).
 
-        Lemma A.2.5 argues with the soft-margin machine and concludes about the hard-margin one; up to here they are the same.
+        Lemma A.2.5 argues with the soft-margin machine and concludes about the hard-margin one; up to here they are one.
         """
         return 1 / (2 * n * self.largest_dual)
 

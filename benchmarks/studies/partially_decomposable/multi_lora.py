@@ -13,8 +13,8 @@ LEARNING_RATE = 0.1
 def joint_training_gap(k: int, steps: int, generator: torch.Generator, *, train_a: bool) -> float:
     """Train k tasks jointly and each alone from the same start; return the largest difference of any entry of any B_i.
 
-    The layer computes h = W0 x + B_i A x, A (rank, inputs) starts as a Gaussian, B_i (classes, rank) at 0 (Algorithm 1, with A
-    on the input's side as in section 5). The joint loss is the sum of the tasks' mean cross entropies (Definition 4.1).
+    The layer computes h = W0 x + B_i A x, A (rank, inputs) starts as a Gaussian, B_i (classes, rank) at 0 (Algorithm 1, with
+    A on the input's side as in section 5). The joint loss is the sum of the tasks' mean cross entropies (Definition 4.1).
 
     Args:
         k: tasks, each with rows and labels of its own.

@@ -104,7 +104,7 @@ def derivatives(run: Run) -> Finding:
     _, _, _, _, printed, _, corrected, _ = zip(*rows, strict=True)
     return Finding(
         name="softmax_regression",
-        title=f"Lemmas B.3 and B.4 against autograd, largest error of an entry, {points} points each: median and worst point",
+        title=f"Lemmas B.3 and B.4 against autograd, largest error of an entry: median and worst of {points} points",
         columns=("n", "d", *(f"{form}: {which}" for form in forms for which in ("median", "worst"))),
         rows=rows,
         verdict=f"The gradient is right. The printed Hessian is wrong, by {min(printed):.2g} and more at the median point; "
