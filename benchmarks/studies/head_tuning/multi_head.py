@@ -94,8 +94,8 @@ def multi_head(run: Run) -> Finding:
         f"start: one head from zero has {floor:.3f}, the distance to it goes as H^{spread:.2f}, and "
         f"{'some' if below else 'no'} number of heads goes below it: Lemma A.4.1, by which the mean direction is the SVM's, "
         f"does not hold at finite t. From one head to {HEADS[-1]}, a fresh start matters {first[5]:.2g} -> {last[5]:.2g}, "
-        f"a lost sample {first[4]:.2g} -> {last[4]:.2g}. Equation 10 with the step of one head, which gives each 1 / H of it, has "
-        f"{_distance(mean_direction(literal, HEADS[-1]), target):.3f} with {HEADS[-1]}.",
+        f"a lost sample {first[4]:.2g} -> {last[4]:.2g}. Equation 10 with the step of one head, "
+        f"which gives each 1 / H of it, has {_distance(mean_direction(literal, HEADS[-1]), target):.3f} with {HEADS[-1]}.",
         draw=draw,
     )
 
