@@ -48,6 +48,7 @@ PUBLIC = [
     "TuneryError",
     "export_run",
     "hookimpl",
+    "keep_tasks",
     "load_run",
 ]
 
