@@ -386,7 +386,7 @@ def fingerprint_of(model: Any) -> str:
         seed = 0
         activation_checkpointing = False
 
-    return fingerprint(model, make_context(model, Arguments(), infer_task(model)))
+    return fingerprint(model, make_context(model, Arguments(), [infer_task(model)]))
 
 
 def test_fingerprint_tells_base_models_apart(tiny: Any, other_base: Path):
