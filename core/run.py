@@ -24,7 +24,6 @@ from ..registry.errors import ArtifactError, RecipeError
 from .artifacts import (
     MANIFEST,
     folder_in_place,
-    last_checkpoint,
     load_weights,
     read_manifest,
     seal,
@@ -43,11 +42,12 @@ from .plots import CURVE, plot_training_curve
 from .probing import MEASUREMENTS, Snapshot, measure
 from .recipe import Recipe, choose
 from .sharding import parameter_counts
+from .stages import STAGES, place_to_resume, stage_history
 from .trainer import Trainer
 
 RESULT = "result.json"
 MAJORITY = "majority"
-_EARLIER = (MANIFEST, RESULT, MEASUREMENTS, CURVE, "baselines", "checkpoint-*", "*.safetensors", "adapter_config.json")
+_EARLIER = (MANIFEST, RESULT, MEASUREMENTS, CURVE, "baselines", STAGES, "checkpoint-*", "*.safetensors", "adapter_config.json")
 
 
 def train(options: Options) -> dict[str, Any]:
@@ -107,7 +107,10 @@ def train(options: Options) -> dict[str, Any]:
         "base_model": reference,
         "versions": versions(),
     }
+    if trainer.finished_stages:
+        result["stages"] = trainer.finished_stages
     if trainer.is_world_process_zero():
+        _plot_earlier_stages(trainer)
         plot_training_curve(
             trainer.state.log_history,
             output_dir / CURVE,
@@ -128,8 +131,8 @@ def _prepare_output(options: Options) -> tuple[str | None, list[Path]]:
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise RecipeError(f"cannot write to {output_dir}", owner=str(parent), remedy="choose another --output_dir")
     if asked:
-        found = last_checkpoint(output_dir) if str(asked).lower() in ("last", "true") else Path(asked)
-        if found is not None:
+        found = place_to_resume(output_dir) if str(asked).lower() in ("last", "true") else Path(asked)
+        if found is not None and found.name != STAGES:
             read_manifest(found)
         return None if found is None else str(found), []
     earlier = [path for pattern in _EARLIER for path in output_dir.glob(pattern)]
@@ -153,6 +156,13 @@ def _final_metrics(trainer: Trainer) -> dict[str, float]:
         last = trainer.evaluate()
     timing = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
     return {key: value for key, value in last.items() if key.startswith("eval_") and key not in timing}
+
+
+def _plot_earlier_stages(trainer: Trainer) -> None:
+    for stage in trainer.finished_stages:
+        folder = Path(trainer.args.output_dir or "") / STAGES / stage["name"]
+        title = f"{trainer.run.task.name}: stage {stage['name']}"
+        plot_training_curve(stage_history(folder), folder / CURVE, title, metric=None)
 
 
 def _baseline(options: Options, name: str, data: Any) -> dict[str, Any]:
