@@ -223,8 +223,8 @@ def go_through(trainer: PluginTrainerMixin, stage: Stage, point: Path | None) ->
 def _open_again(folder: Path, anew: bool) -> None:
     if anew:
         shutil.rmtree(folder, ignore_errors=True)
-    else:
-        (folder / MANIFEST).unlink(missing_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MANIFEST).unlink(missing_ok=True)
 
 
 def release(trainer: PluginTrainerMixin) -> None:

@@ -107,6 +107,11 @@ class PluginTrainerMixin(WholeCheckpoints):
         self.objective = Objective(self.recipe.regularizers, self.run.task)
         return model
 
+    def _build_accelerator_args(self, **kwargs: Any) -> Any:
+        """Leave DeepSpeed's plugin out in an earlier stage: the process has it already, and may have only one."""
+        arguments: Any = super()._build_accelerator_args(**kwargs)
+        return arguments | {"deepspeed_plugin": None} if self._stage else arguments
+
     def _checked_stages(self, model: nn.Module, args: Any) -> tuple[Stage, ...]:
         strategy = self.recipe.strategy
         if strategy is None:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from annotated_types import Ge, Gt
+from annotated_types import Gt, Lt
 
 from ...registry.context import Stage, Support, TaskKind
 from ...registry.contracts import Strategy
