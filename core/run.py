@@ -42,12 +42,22 @@ from .plots import CURVE, plot_training_curve
 from .probing import MEASUREMENTS, Snapshot, measure
 from .recipe import Recipe, choose
 from .sharding import parameter_counts
-from .stages import STAGES, place_to_resume, stage_history
+from .staging import STAGES, place_to_resume, stage_history
 from .trainer import Trainer
 
 RESULT = "result.json"
 MAJORITY = "majority"
-_EARLIER = (MANIFEST, RESULT, MEASUREMENTS, CURVE, "baselines", STAGES, "checkpoint-*", "*.safetensors", "adapter_config.json")
+_EARLIER = (
+    MANIFEST,
+    RESULT,
+    MEASUREMENTS,
+    CURVE,
+    "baselines",
+    STAGES,
+    "checkpoint-*",
+    "*.safetensors",
+    "adapter_config.json",
+)
 
 
 def train(options: Options) -> dict[str, Any]:
@@ -110,7 +120,9 @@ def train(options: Options) -> dict[str, Any]:
     if trainer.finished_stages:
         result["stages"] = trainer.finished_stages
     if trainer.is_world_process_zero():
-        _plot_earlier_stages(trainer)
+        for stage in trainer.finished_stages:
+            folder = output_dir / STAGES / stage["name"]
+            plot_training_curve(stage_history(folder), folder / CURVE, f"{data.task.name}: {stage['name']}", None)
         plot_training_curve(
             trainer.state.log_history,
             output_dir / CURVE,
@@ -156,13 +168,6 @@ def _final_metrics(trainer: Trainer) -> dict[str, float]:
         last = trainer.evaluate()
     timing = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
     return {key: value for key, value in last.items() if key.startswith("eval_") and key not in timing}
-
-
-def _plot_earlier_stages(trainer: Trainer) -> None:
-    for stage in trainer.finished_stages:
-        folder = Path(trainer.args.output_dir or "") / STAGES / stage["name"]
-        title = f"{trainer.run.task.name}: stage {stage['name']}"
-        plot_training_curve(stage_history(folder), folder / CURVE, title, metric=None)
 
 
 def _baseline(options: Options, name: str, data: Any) -> dict[str, Any]:

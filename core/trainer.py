@@ -28,7 +28,7 @@ from .context import infer_task, make_context
 from .objective import Objective, last_output
 from .probing import Probing, Snapshot
 from .recipe import Recipe, choose, observe
-from .stages import check_stages, go_through, place_to_resume, points_to_resume, stage_arguments, stage_keywords
+from .staging import check_stages, go_through, place_to_resume, points_to_resume, stage_arguments, stage_keywords
 
 
 class PluginTrainerMixin(WholeCheckpoints):
@@ -117,7 +117,9 @@ class PluginTrainerMixin(WholeCheckpoints):
         if strategy is None:
             return (Stage(name="fine_tuning"),)
         owner = str(self.recipe.chosen[0].entry.origin)
-        return check_stages(strategy.stages(model, self.run), f"strategy {strategy.name!r} of {owner}", args, self._given)
+        return check_stages(
+            strategy.stages(model, self.run), f"strategy {strategy.name!r} of {owner}", args, self._given
+        )
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Build the model with ``model_init`` and equip it; a second trial starts from fresh plugins."""
@@ -225,7 +227,8 @@ class PluginTrainerMixin(WholeCheckpoints):
         stage = self._stage and dataclasses.asdict(self._stage)
         if content.get("stage") != stage:
             raise ArtifactError(
-                f"{folder} was trained as stage {content.get('stage')}, not {stage}", remedy="resume with the same options"
+                f"{folder} was trained as stage {content.get('stage')}, not {stage}",
+                remedy="resume with the same options",
             )
         if self.model_init is None and recorded["fingerprint"] != self._base["fingerprint"]:
             raise ArtifactError(
@@ -254,7 +257,7 @@ class PluginTrainerMixin(WholeCheckpoints):
         # The copy keeps what a subclass has set; the constructor below makes everything else anew.
         trainer = Trainer.__new__(Trainer) if stage.objective else copy.copy(self)
         trainer._stage = stage
-        keywords = stage_keywords(stage, self._given, self.run.task, self.args.seed)
+        keywords = stage_keywords(self, stage, self._given)
         arguments = stage_arguments(self.args, stage)
         PluginTrainerMixin.__init__(trainer, module, arguments, base_model=self._base_reference, **keywords)
         return trainer

@@ -8,6 +8,7 @@ import torch
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase, TrainerCallback
 
 from ...registry.context import TaskKind
+from ...registry.errors import DataError
 from .encoding import IGNORE_INDEX
 
 if TYPE_CHECKING:
@@ -26,9 +27,17 @@ class UnlabelledRows(torch.utils.data.Dataset[dict[str, Any]]):
         tokenizer: names the model's inputs; knows special tokens and the mask token.
         stage: its objective, ``MASKED_LM`` or ``CAUSAL_LM``, and the masking probability.
         seed: the run's seed.
+
+    Raises:
+        DataError: a row has no ``input_ids``.
     """
 
     def __init__(self, rows: Any, tokenizer: PreTrainedTokenizerBase, stage: Stage, seed: int) -> None:
+        if "input_ids" not in rows[0]:
+            raise DataError(
+                f"stage {stage.name!r} learns from input_ids, and the training rows hold {', '.join(map(str, rows[0]))}",
+                remedy="encode the rows before training",
+            )
         self.rows = rows
         self.tokenizer = tokenizer
         self.seed = seed

@@ -73,9 +73,7 @@ class LpFt(Strategy):
     def stages(self, model: nn.Module, run: RunContext) -> Sequence[Stage]:
         """Return the head alone, then everything."""
         config = self.config
-        head = Stage(
-            name="head", num_train_epochs=config.head_epochs, learning_rate=config.head_learning_rate
-        )
+        head = Stage(name="head", num_train_epochs=config.head_epochs, learning_rate=config.head_learning_rate)
         return (head, Stage(name="everything"))
 
     @contextmanager

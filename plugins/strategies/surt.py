@@ -34,7 +34,9 @@ class Surt(Strategy):
 
     name = "surt"
     summary = "re-train on the training inputs without labels (MLM or LM), then fine-tune"
-    reference = "Fu et al., stability of fine-tuning, section 3.3 (SURT); Devlin et al. 2019 (masked language modelling)"
+    reference = (
+        "Fu et al., stability of fine-tuning, section 3.3 (SURT); Devlin et al. 2019 (masked language modelling)"
+    )
     supports = Support(tasks=frozenset(TaskKind) - {TaskKind.IMAGE_CLASSIFICATION})
 
     @dataclass(frozen=True, kw_only=True)

@@ -84,7 +84,7 @@ class TinyModel:
         if self.kind is TaskKind.IMAGE_CLASSIFICATION:
             return None
         words = Tokenizer(models.WordLevel({f"word{number}": number for number in range(VOCABULARY)}, "word2"))
-        return PreTrainedTokenizerFast(
+        return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
             tokenizer_object=words, pad_token="word0", mask_token="word1", unk_token="word2", model_max_length=LENGTH
         )
 

@@ -54,7 +54,9 @@ def check_stages(stages: Sequence[Stage], owner: str, args: Any, given: Mapping[
         )
     *earlier, last = stages
     if last != Stage(name=last.name):
-        raise InvalidPluginError(f"stage {last.name!r} is the last: it is the run itself and has only a name", owner=owner)
+        raise InvalidPluginError(
+            f"stage {last.name!r} is the last: it is the run itself and has only a name", owner=owner
+        )
     for stage in earlier:
         _check_objective(stage, owner, given)
     if earlier:
@@ -81,7 +83,7 @@ def _check_objective(stage: Stage, owner: str, given: Mapping[str, Any]) -> None
             owner=owner,
             remedy="set tokenizer.mask_token",
         )
-    if rows is not None and not hasattr(rows, "__getitem__"):
+    if rows is not None and not hasattr(rows, "__len__"):
         raise CompatibilityError(
             f"stage {stage.name!r} needs rows by number, not a stream: {type(rows).__name__}",
             owner=owner,
@@ -130,14 +132,23 @@ def stage_arguments(args: Any, stage: Stage) -> Any:
     return changed
 
 
-def stage_keywords(stage: Stage, given: Mapping[str, Any], task: Task, seed: int) -> dict[str, Any]:
-    """Return what the Trainer of an earlier stage is given, by keyword, made of what the run's was given."""
+def stage_keywords(trainer: PluginTrainerMixin, stage: Stage, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the Trainer of an earlier stage is given, by keyword.
+
+    Args:
+        trainer: the run's.
+        stage: the stage.
+        given: what the run's Trainer was given.
+
+    Raises:
+        DataError: rows without text to learn from.
+    """
     if stage.objective is None:
-        return {**given, "task": task, "callbacks": None}
-    tokenizer = given["processing_class"]
-    rows = UnlabelledRows(given["train_dataset"], tokenizer, stage, seed)
+        return {**given, "task": trainer.run.task, "callbacks": None}
+    tokenizer: Any = trainer.processing_class
+    rows = UnlabelledRows(trainer.train_dataset, tokenizer, stage, trainer.args.seed)
     return {
-        "task": Task(name=task.name, kind=stage.objective),
+        "task": Task(name=trainer.run.task.name, kind=stage.objective),
         "train_dataset": rows,
         "data_collator": pad_rows(tokenizer),
         "processing_class": tokenizer,
@@ -192,12 +203,15 @@ def points_to_resume(stages: Sequence[Stage], place: Path | None) -> list[Path |
 
 
 def go_through(trainer: PluginTrainerMixin, stage: Stage, point: Path | None) -> dict[str, Any]:
-    """Train a stage, or take over what it learnt where it is finished; return its row of the result.
+    """Train a stage, or take over what it learnt where it is finished.
 
     Args:
         trainer: the stage's own.
         stage: the stage.
         point: what it goes on from; see :func:`points_to_resume`.
+
+    Returns:
+        What a result says of it: name, objective, steps, mean training loss, seconds.
 
     Raises:
         ArtifactError: what it goes on from is damaged or belongs to another run.
@@ -206,6 +220,7 @@ def go_through(trainer: PluginTrainerMixin, stage: Stage, point: Path | None) ->
     if point is not None and point.name == stage.name:
         trainer.check_belongs(point, read_manifest(point))
         load_weights(trainer._equipped, point)
+        history = stage_history(point)
         if writes and point.resolve() != folder.resolve():
             shutil.copytree(point, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("checkpoint-*"))
     else:
@@ -215,9 +230,17 @@ def go_through(trainer: PluginTrainerMixin, stage: Stage, point: Path | None) ->
         trainer.train(None if point is None else str(point))
         trainer.save_state()
         trainer.save_model()  # last, since its manifest says that the stage is finished
+        history = trainer.state.log_history
     trainer.accelerator.wait_for_everyone()
     release(trainer)
-    return summary(folder, stage)
+    end = next(row for row in reversed(history) if "train_runtime" in row)
+    return {
+        "name": stage.name,
+        "objective": stage.objective.value if stage.objective else "task",
+        "steps": end["step"],
+        "train_loss": end["train_loss"],
+        "seconds": end["train_runtime"],
+    }
 
 
 def _open_again(folder: Path, anew: bool) -> None:
@@ -239,19 +262,6 @@ def release(trainer: PluginTrainerMixin) -> None:
     for parameter in module.parameters():
         parameter.grad = None
     accelerator.free_memory()  # destroys a DeepSpeed engine, and collects DDP's reducer with its hooks
-
-
-def summary(folder: Path, stage: Stage) -> dict[str, Any]:
-    """Return what a result says of a finished stage: name, objective, steps, mean training loss, seconds."""
-    history = stage_history(folder)
-    end = next(row for row in reversed(history) if "train_runtime" in row)
-    return {
-        "name": stage.name,
-        "objective": "task" if stage.objective is None else stage.objective.value,
-        "steps": end["step"],
-        "train_loss": end["train_loss"],
-        "seconds": end["train_runtime"],
-    }
 
 
 def stage_history(folder: Path) -> list[dict[str, Any]]:
