@@ -254,7 +254,7 @@ def release(trainer: PluginTrainerMixin) -> None:
     """Undo what training wrapped around a module, so that the next stage can wrap and shard its parameters afresh."""
     module: nn.Module = trainer._equipped
     accelerator: Any = trainer.accelerator
-    accelerator.unwrap_model(trainer.model_wrapped, keep_fp32_wrapper=False)
+    _unwrap_forward(module)
     trainer.model_wrapped = module
     trainer.optimizer = trainer.lr_scheduler = None
     trainer.callback_handler.optimizer = trainer.callback_handler.lr_scheduler = None
@@ -262,6 +262,20 @@ def release(trainer: PluginTrainerMixin) -> None:
     for parameter in module.parameters():
         parameter.grad = None
     accelerator.free_memory()  # destroys a DeepSpeed engine, and collects DDP's reducer with its hooks
+
+
+def _unwrap_forward(module: nn.Module) -> None:
+    """Take accelerate's autocast off ``forward``, and its mark, with which it would not prepare the module again.
+
+    Its own ``unwrap_model`` goes too far: it also takes off what transformers decorates ``forward`` with.
+    """
+    kept = vars(module)
+    kept.pop("_is_accelerate_prepared", None)
+    original = kept.pop("_original_forward", None)
+    if original is not None:
+        kept.pop("forward")
+        if module.forward != original:  # not the class's own: somebody had set it before
+            module.forward = original
 
 
 def stage_history(folder: Path) -> list[dict[str, Any]]:
