@@ -61,6 +61,13 @@ def test_first_loss_is_that_of_language_modelling(model: str, tmp_path: Path):
     assert log_of(trial.run().folder)[0]["loss"] == pytest.approx(expected.item(), rel=1e-5)
 
 
+def test_every_epoch_has_masks_of_its_own():
+    """With a rate of next to nothing only the masks can change the loss of the same rows."""
+    trial = TRIAL.but(strategy="surt:lm_epochs=3,lm_learning_rate=1e-30")
+    losses = [row["loss"] for row in log_of(trial.run().folder) if "loss" in row]
+    assert len(set(losses)) == 3
+
+
 def test_first_stage_never_sees_a_label(tmp_path: Path):
     """Other labels, the same re-training to the bit; no forward pass of it is given a class."""
     seen = []
