@@ -120,6 +120,16 @@ def test_a_fresh_head_is_tied_to_the_embeddings_of_the_model(tmp_path: Path):
     assert not torch.equal(drawn[0], drawn[2])
 
 
+def test_what_was_drawn_before_training_does_not_matter(tmp_path: Path):
+    """A fresh head is the seed's, also where something else has drawn random numbers since the Trainer was made."""
+    with tiny_process():
+        trainer = TRIAL.trainer(tmp_path)
+        torch.rand(3)
+        trainer.train()
+    after = load_file(tmp_path / "stages/retraining/model.safetensors")
+    assert all(torch.equal(value, after[name]) for name, value in retrained(TRIAL).items())
+
+
 def test_a_head_of_the_checkpoint_is_used(tmp_path: Path):
     """A base model that was saved with its language-modelling head keeps it for the first stage."""
     config = MODELS["bert_classifier"].config(0.0)
