@@ -15,6 +15,7 @@ _HOMES = {
     "LoadedRun": "tunery.core.run",
     "load_run": "tunery.core.run",
     "export_run": "tunery.core.run",
+    "keep_tasks": "tunery.core.run",
     "Strategy": "tunery.registry.contracts",
     "Regularizer": "tunery.registry.contracts",
     "Probe": "tunery.registry.contracts",
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from .core.arguments import TrainingArguments as TrainingArguments
     from .core.run import LoadedRun as LoadedRun
     from .core.run import export_run as export_run
+    from .core.run import keep_tasks as keep_tasks
     from .core.run import load_run as load_run
     from .core.trainer import PluginTrainerMixin as PluginTrainerMixin
     from .core.trainer import Trainer as Trainer

@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from ..registry.context import RunContext, Task, TaskKind
-from ..registry.errors import ArtifactError, TuneryError, UnknownPluginError
+from ..registry.errors import ArtifactError, TuneryError, UnknownPluginError, did_you_mean
 from ..registry.selection import Selection
 from .sharding import gather, load_full_state
 
@@ -132,15 +132,20 @@ def manifest(run: RunContext, base: Mapping[str, Any], plugins: Iterable[Mapping
         "format": FORMAT,
         "plugins": list(plugins),
         "base_model": dict(base),
-        "tasks": [
-            {"name": t.name, "kind": t.kind.value, "label_names": list(t.label_names), "metrics": list(t.metrics)}
-            for t in run.tasks
-        ],
+        "tasks": describe_tasks(run.tasks),
         "seed": run.seed,
         "versions": versions(),
         "git": git_state(),
         **({} if run.stage is None else {"stage": dataclasses.asdict(run.stage)}),
     }
+
+
+def describe_tasks(tasks: Iterable[Task]) -> list[dict[str, Any]]:
+    """Return what a manifest records of tasks."""
+    return [
+        {"name": t.name, "kind": t.kind.value, "label_names": list(t.label_names), "metrics": list(t.metrics)}
+        for t in tasks
+    ]
 
 
 def seal(folder: Path, content: Mapping[str, Any]) -> None:
@@ -210,6 +215,18 @@ def tasks_of(content: Mapping[str, Any]) -> tuple[Task, ...]:
         )
         for item in content["tasks"]
     )
+
+
+def find_task(tasks: Iterable[Task], name: str, owner: str) -> Task:
+    """Return the task of that name.
+
+    Raises:
+        ArtifactError: there is none.
+    """
+    known = {task.name: task for task in tasks}
+    if name not in known:
+        raise ArtifactError(f"no task {name!r}", known=known, owner=owner, remedy=did_you_mean(name, known))
+    return known[name]
 
 
 def strategy_of(content: Mapping[str, Any]) -> Selection | None:

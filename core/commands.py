@@ -74,6 +74,10 @@ def tunery_commands(app: typer.Typer) -> None:
     app.command()(export)
     app.command(context_settings=_FLAGS)(probe)
     app.command()(env)
+    tasks = typer.Typer(help="The tasks of a run on several.", no_args_is_help=True)
+    tasks.command("list")(tasks_list)
+    tasks.command("keep")(tasks_keep)
+    app.add_typer(tasks, name="tasks")
     plugins = typer.Typer(help="What is installed, and where it comes from.", no_args_is_help=True)
     plugins.command("list")(plugins_list)
     plugins.command("show")(plugins_show)
@@ -109,6 +113,7 @@ def export(
     run: RunFolder,
     output_dir: Annotated[Path, typer.Option("--output_dir", help="A new folder to write.")],
     merge: Annotated[bool, typer.Option(help="Fold an adapter into its base model.")] = False,
+    task: Annotated[str | None, typer.Option(help="Of a run on several tasks, the one to write.")] = None,
 ) -> None:
     """Write a run as what transformers or PEFT load where tunery is not installed."""
     from .console import calm
@@ -116,7 +121,36 @@ def export(
     calm()
     from .run import export_run
 
-    print(export_run(run, output_dir, merge=merge))
+    print(export_run(run, output_dir, merge=merge, task=task))
+
+
+def tasks_list(run: RunFolder) -> None:
+    """List the tasks of a run: name, kind, labels and metrics."""
+    from .artifacts import read_manifest, tasks_of
+    from .console import show_measurements
+
+    rows = [
+        {"task": t.name, "kind": t.kind.value, "labels": ", ".join(t.label_names), "metrics": ", ".join(t.metrics)}
+        for t in tasks_of(read_manifest(run))
+    ]
+    show_measurements(rows)
+
+
+def tasks_keep(
+    run: RunFolder,
+    task: Annotated[
+        list[str], typer.Option("--task", help="A task to keep; OLD=NEW gives it another name. Several may be given.")
+    ],
+    output_dir: Annotated[Path, typer.Option("--output_dir", help="A new folder to write.")],
+) -> None:
+    """Write a run on several tasks once more with some of them: dropping and renaming tasks."""
+    from .console import calm
+
+    calm()
+    from .run import keep_tasks
+
+    pairs = [item.partition("=") for item in task]
+    print(keep_tasks(run, output_dir, {old: new or old for old, _, new in pairs}))
 
 
 def probe(

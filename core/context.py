@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from peft import PeftModel
@@ -44,14 +45,14 @@ def infer_task(model: nn.Module) -> Task:
     return Task(name="task", kind=kind, label_names=labels)
 
 
-def make_context(model: nn.Module, args: Any, task: Task) -> RunContext:
-    """Return what plugins may know about a run of ``model`` with the training arguments ``args``."""
+def make_context(model: nn.Module, args: Any, tasks: Sequence[Task]) -> RunContext:
+    """Return what plugins may know about a run of ``model`` on ``tasks`` with the training arguments ``args``."""
     try:
-        fresh = new_parameters(model, task)
+        fresh = new_parameters(model, tasks[0])
     except AnatomyError:
         fresh = frozenset()  # a plain nn.Module: nothing tells its head from its body
     return RunContext(
-        tasks=(task,),
+        tasks=tuple(tasks),
         seed=args.seed,
         sharding=ModelSharding(_zero_stage(args)),
         pretrained_parameters=frozenset(name for name, _ in model.named_parameters()) - fresh,

@@ -33,7 +33,7 @@ class Share:
     """The weight of one micro-batch in its optimizer step, such that equal micro-batches all have 1.
 
     Attributes:
-        items: by valid labels, for the task loss; a scalar tensor.
+        items: by valid labels, for the task loss; one number per task, shape (tasks,).
         rows: by examples, for penalties; a scalar tensor.
         count: number of micro-batches of the step on this rank.
     """
@@ -46,9 +46,9 @@ class Share:
 class Objective:
     """The loss of a run: its regularizers, the shares of the step at hand, and the terms to log."""
 
-    def __init__(self, regularizers: Sequence[Regularizer], task: Task) -> None:
+    def __init__(self, regularizers: Sequence[Regularizer], tasks: Sequence[Task]) -> None:
         self.regularizers = regularizers
-        self.task = task
+        self.tasks = tasks
         self._shares: list[Share] = []
         self._terms: dict[str, torch.Tensor] = {}
         self._steps = 0
@@ -57,7 +57,8 @@ class Objective:
     @property
     def names(self) -> list[str]:
         """Names of the terms, in the order they are added."""
-        return ["task", *(regularizer.name for regularizer in self.regularizers)]
+        several = [task.name for task in self.tasks] if len(self.tasks) > 1 else []
+        return ["task", *several, *(regularizer.name for regularizer in self.regularizers)]
 
     def plan(
         self, batches: Sequence[Any], shifts_labels: bool, accelerator: Any, across_ranks: bool, step: int = 0
@@ -78,13 +79,13 @@ class Objective:
         self._shares = []
         if not batches or not isinstance(batches[0], Mapping):
             return
-        counts = torch.stack([_count(batch, shifts_labels) for batch in batches])
+        counts = torch.stack([_count(batch, shifts_labels, len(self.tasks)) for batch in batches])
         total, world = counts.sum(dim=0), 1
         if across_ranks and accelerator.num_processes > 1:
             total = accelerator.reduce(total.to(accelerator.device), reduction="sum").to(counts.device)
             world = accelerator.num_processes
         shares = (counts * (len(batches) * world) / total.clamp(min=1)).float()
-        self._shares = [Share(items=share[0], rows=share[1], count=len(batches)) for share in reversed(shares)]
+        self._shares = [Share(items=share[:-1], rows=share[-1], count=len(batches)) for share in reversed(shares)]
 
     def next_share(self) -> Share | None:
         """Return the share of the next micro-batch; ``None`` outside the training loop."""
@@ -116,15 +117,17 @@ class Objective:
         """
         # The loop divides what is not normalised by the number of micro-batches; what is, it leaves alone.
         by_mean = 1.0 if share is None or not normalised else 1.0 / share.count
-        batch = Batch(inputs=inputs, outputs=outputs, model=model, task=self.task, step=self._step)
+        batch = Batch(inputs=inputs, outputs=outputs, model=model, task=self.tasks[0], step=self._step)
         replaced = next((new for r in self.regularizers if (new := r.task_loss(batch)) is not None), None)
         if replaced is not None:
-            total = replaced * _on(share.items, replaced) * by_mean if share else replaced
+            total = replaced * _on(share.items[0], replaced) * by_mean if share else replaced
+        elif len(self.tasks) > 1:
+            total = self._joint(outputs["task_losses"], share)
         elif share is None or normalised:
             total = loss
         else:
-            total = loss * _on(share.items, loss)
-        if self.regularizers:
+            total = loss * _on(share.items[0], loss)
+        if self._logs_terms:
             self._keep("task", total, share, normalised)
         for regularizer in self.regularizers:
             penalty = regularizer.penalty(batch)
@@ -135,6 +138,18 @@ class Objective:
                 total = total + term.to(total.dtype)
         return total
 
+    def _joint(self, losses: torch.Tensor, share: Share | None) -> torch.Tensor:
+        """Return the sum of the tasks' losses, each task weighed by its own labels in the step."""
+        if share is not None:
+            losses = losses * _on(share.items, losses)
+        for task, loss in zip(self.tasks, losses, strict=True):
+            self._keep(task.name, loss, share, normalised=False)
+        return losses.sum()
+
+    @property
+    def _logs_terms(self) -> bool:
+        return bool(self.regularizers) or len(self.tasks) > 1
+
     def _keep(self, name: str, term: torch.Tensor, share: Share | None, normalised: bool) -> None:
         value = term.detach().float() / (share.count if share is not None and not normalised else 1)
         self._terms[name] = self._terms[name] + value if name in self._terms else value
@@ -143,7 +158,7 @@ class Objective:
         """Return the mean of every named term per optimizer step since the last call; a collective operation."""
         steps, self._steps = max(self._steps, 1), 0
         terms, self._terms = self._terms, {}
-        if not self.regularizers:
+        if not self._logs_terms:
             return {}
         # Every rank reduces the same terms, also one that a regularizer left out on this rank.
         zero = torch.zeros((), device=accelerator.device)
@@ -171,8 +186,8 @@ def last_output(model: nn.Module) -> Iterator[list[Any]]:
         hook.remove()
 
 
-def _count(batch: Mapping[str, Any], shifts_labels: bool) -> torch.Tensor:
-    """Count valid labels and rows of one micro-batch: a tensor (2,) where the labels are, no synchronisation."""
+def _count(batch: Mapping[str, Any], shifts_labels: bool, tasks: int) -> torch.Tensor:
+    """Count each task's valid labels, and rows, of one micro-batch: (tasks + 1,) where the labels are, no synchronisation."""
     rows = find_batch_size(batch) or 1  # type: ignore[no-untyped-call]
     labels = batch.get("shift_labels", batch.get("labels"))
     if not isinstance(labels, torch.Tensor):
@@ -180,8 +195,12 @@ def _count(batch: Mapping[str, Any], shifts_labels: bool) -> torch.Tensor:
     if shifts_labels and "shift_labels" not in batch:
         labels = labels[..., 1:]
     exact = torch.float32 if labels.device.type == "mps" else torch.float64
-    items = labels.ne(_IGNORED).sum().to(exact)
-    return torch.stack([items, torch.full_like(items, rows)])
+    if tasks > 1:
+        valid = labels.ne(_IGNORED).reshape(rows, -1).sum(dim=1).to(exact)
+        items = valid.new_zeros(tasks).index_add_(0, batch["task_ids"], valid)
+    else:
+        items = labels.ne(_IGNORED).sum().to(exact).reshape(1)
+    return torch.cat([items, items.new_full((1,), rows)])
 
 
 def _on(share: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from transformers.integrations.integration_utils import get_available_reporting_
 from ..registry.errors import RecipeError, TuneryError, did_you_mean
 from ..registry.selection import read_yaml
 from .arguments import PLUGIN_FIELDS, TrainingArguments
-from .data import DataArguments
+from .data import DataArguments, Mixing
 
 _ARGUMENTS_DOC = "a recipe's keys are those of `tunery train --keys`"
 # What transformers takes as it comes, and stops at only when the run has begun.
@@ -78,6 +78,12 @@ class Options:
     data: DataArguments
     training: TrainingArguments
     given: Mapping[str, Any]
+
+    @property
+    def mixing(self) -> Mixing:
+        """How several tasks' rows are mixed."""
+        data = self.data
+        return Mixing(name=data.mixing, temperature=data.mixing_temperature, cap=data.mixing_cap)
 
     @property
     def output_dir(self) -> Path:

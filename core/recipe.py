@@ -37,11 +37,15 @@ class Chosen:
         }
 
     def options(self) -> dict[str, Any]:
-        """Return its options as a selection gives them: the content of an open field stands among the others."""
+        """Return its options as a selection gives them: the content of an open field stands among the others.
+
+        A field whose metadata say ``recorded=False`` matters only when a run begins, and is left out.
+        """
         options: dict[str, Any] = {}
         for item in dataclasses.fields(self.plugin.config):
             value = getattr(self.plugin.config, item.name)
-            options.update(value if item.metadata.get("open") else {item.name: value})
+            if item.metadata.get("recorded", True):
+                options.update(value if item.metadata.get("open") else {item.name: value})
         return options
 
 
@@ -81,14 +85,20 @@ class Recipe:
             AnatomyError: a plugin needs to know the model's parts and nobody described them.
         """
         names = {item.entry.name for item in self.chosen}
+        if len(run.tasks) > 1 and self.strategy is None:
+            raise CompatibilityError("several tasks without a strategy", known=_taking_several("strategy"))
         for item in self.chosen:
             supports, owner = item.plugin.supports, str(item.entry.origin)
             asked = f"{item.entry.kind} {item.entry.name!r}"
-            if supports.tasks is not None and run.task.kind not in supports.tasks:
-                known = sorted(kind.value for kind in supports.tasks)
-                raise CompatibilityError(
-                    f"{asked} does not take task kind {run.task.kind.value!r}", known=known, owner=owner
-                )
+            for task in run.tasks:
+                if supports.tasks is not None and task.kind not in supports.tasks:
+                    known = sorted(kind.value for kind in supports.tasks)
+                    raise CompatibilityError(
+                        f"{asked} does not take task kind {task.kind.value!r}", known=known, owner=owner
+                    )
+            if len(run.tasks) > 1 and not supports.several_tasks:
+                known = _taking_several(item.entry.kind)
+                raise CompatibilityError(f"{asked} does not take several tasks at once", known=known, owner=owner)
             if run.sharding.zero_stage not in supports.zero_stages:
                 known = [f"zero{stage}" if stage else "no DeepSpeed" for stage in sorted(supports.zero_stages)]
                 raise CompatibilityError(
@@ -124,6 +134,10 @@ def choose(strategy: object = None, regularizers: object = None, probes: object 
     for kind, value in (("strategy", strategy), ("regularizer", regularizers), ("probe", probes)):
         chosen += [make(catalog, kind, selection) for selection in parse_selections(value, kind)]
     return Recipe(tuple(chosen))
+
+
+def _taking_several(kind: str) -> list[str]:
+    return [e.name for e in load_plugins().catalog if e.kind == kind and e.cls.supports.several_tasks]
 
 
 def make(catalog: Catalog, kind: str, selection: Selection) -> Chosen:

@@ -5,12 +5,15 @@ Read this first. ``train`` is what ``tunery train`` does; ``load_run`` and ``exp
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import os
 import resource
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,8 @@ from ..registry.context import RunContext, Subject, Task
 from ..registry.errors import ArtifactError, RecipeError
 from .artifacts import (
     MANIFEST,
+    describe_tasks,
+    find_task,
     folder_in_place,
     load_weights,
     read_manifest,
@@ -34,8 +39,15 @@ from .artifacts import (
 )
 from .artifacts import fingerprint as fingerprint_of
 from .context import make_context
-from .data import encode, load_task_data
-from .data.metrics import add_perplexity, compute_metrics, majority_baseline
+from .data import TaskData, encode, encode_jointly, load_tasks
+from .data.metrics import (
+    MEAN,
+    add_perplexity,
+    compute_joint_metrics,
+    compute_metrics,
+    majority_baseline,
+    token_losses,
+)
 from .models import label_config, load_class, load_model, load_processor, model_class
 from .options import Options
 from .plots import CURVE, plot_training_curve
@@ -72,43 +84,45 @@ def train(options: Options) -> dict[str, Any]:
 
     set_seed(args.seed)
     with args.main_process_first(desc="reading the data"):
-        data = load_task_data(options.data, seed=args.seed if args.data_seed is None else args.data_seed)
+        data = load_tasks(options.data, seed=args.seed if args.data_seed is None else args.data_seed)
+    tasks = [item.task for item in data]
     reference, revision = options.run.model_name_or_path, options.run.model_revision
-    processor = load_processor(reference, data.task, revision)
-    model = load_model(reference, data.task, revision, options.run.dtype)
-    encoded = encode(data, processor)
+    processor = load_processor(reference, tasks[0], revision)
+    model = load_model(reference, tasks[0], revision, options.run.dtype)
+    encoded = encode_jointly(data, processor, options.mixing) if len(data) > 1 else encode(data[0], processor)
     for name in options.run.baselines or ():
-        choose(None if name == MAJORITY else name).check(model, make_context(model, args, data.task))
+        for task in tasks:
+            choose(None if name == MAJORITY else name).check(model, make_context(model, args, [task]))
 
     trainer = Trainer(
         model=model,
         args=args,
-        task=data.task,
+        task=tasks,
         base_model=reference,
         train_dataset=encoded.train,
         eval_dataset=encoded.validation,
         data_collator=encoded.data_collator,
         processing_class=processor,
-        compute_metrics=compute_metrics(data.task),
+        **_scoring(tasks),
     )
     if trainer.is_world_process_zero():
         _remove(earlier)
     started = time.monotonic()
     outcome = trainer.train(resume_from_checkpoint=resume)
     seconds = time.monotonic() - started
-    metrics = (
-        add_perplexity(_final_metrics(trainer)) if data.task.kind.is_language_modelling else _final_metrics(trainer)
-    )
+    metrics = _final_metrics(trainer)
+    if len(tasks) == 1 and tasks[0].kind.is_language_modelling:
+        metrics = add_perplexity(metrics)
     trainer.save_model()
     trainer.save_state()
 
     trained: Any = trainer.model
     result = {
-        "task": data.task.name,
+        "task": "+".join(task.name for task in tasks),
         "metrics": {key.removeprefix("eval_"): value for key, value in metrics.items()},
-        "main_metric": data.task.metrics[0] if data.task.metrics else "loss",
+        "main_metrics": _main_metrics(tasks),
         "train_loss": outcome.training_loss,
-        "examples": {name: len(split) for name, split in data.splits.items()},
+        "examples": _examples(data),
         "parameters": parameter_counts(trained) | {"stored": stored_parameters(output_dir)},
         "seconds": seconds,
         "peak_memory_bytes": peak_memory(),
@@ -122,12 +136,12 @@ def train(options: Options) -> dict[str, Any]:
     if trainer.is_world_process_zero():
         for stage in trainer.finished_stages:
             folder = output_dir / STAGES / stage["name"]
-            plot_training_curve(stage_history(folder), folder / CURVE, f"{data.task.name}: {stage['name']}", None)
+            plot_training_curve(stage_history(folder), folder / CURVE, f"{result['task']}: {stage['name']}", None)
         plot_training_curve(
             trainer.state.log_history,
             output_dir / CURVE,
-            f"{data.task.name}: {args.strategy or 'as given'}",
-            result["main_metric"],
+            f"{result['task']}: {args.strategy or 'as given'}",
+            result["main_metrics"][-1],
         )
     if options.run.baselines:
         result["baselines"] = {name: _baseline(options, name, data) for name in options.run.baselines}
@@ -170,17 +184,62 @@ def _final_metrics(trainer: Trainer) -> dict[str, float]:
     return {key: value for key, value in last.items() if key.startswith("eval_") and key not in timing}
 
 
-def _baseline(options: Options, name: str, data: Any) -> dict[str, Any]:
-    """Return the metrics of one baseline: the majority class, or a strategy trained with the same arguments."""
+def _scoring(tasks: Sequence[Task]) -> dict[str, Any]:
+    """Return the Trainer's arguments that say how evaluations are scored."""
+    if len(tasks) == 1:
+        return {"compute_metrics": compute_metrics(tasks[0])}
+    words = tasks[0].kind.is_language_modelling
+    return {
+        "compute_metrics": compute_joint_metrics(tasks),
+        "preprocess_logits_for_metrics": token_losses if words else None,
+    }
+
+
+def _main_metrics(tasks: Sequence[Task]) -> list[str]:
+    """Return the names of the metrics to look at: the task's main one, or that of each task and their mean."""
+    if len(tasks) == 1:
+        return [tasks[0].metrics[0]]
+    return [*(f"{task.name}_{task.metrics[0]}" for task in tasks), MEAN]
+
+
+def _examples(data: Sequence[TaskData]) -> dict[str, int]:
+    """Return how many examples each split holds, of all tasks together."""
+    sizes = Counter[str]()
+    for item in data:
+        sizes.update({name: len(split) for name, split in item.splits.items()})
+    return dict(sizes)
+
+
+def _baseline(options: Options, name: str, data: Sequence[TaskData]) -> dict[str, Any]:
+    """Return the metrics of one baseline: the majority class, or a strategy trained alone on each task, same arguments."""
+    rows = {item.task.name: _baseline_of(options, name, number, item) for number, item in enumerate(data)}
+    if len(rows) == 1:
+        return next(iter(rows.values()))
+    metrics = {f"{task}_{key}": value for task, row in rows.items() for key, value in row["metrics"].items()}
+    main = [metrics.get(f"{item.task.name}_{item.task.metrics[0]}", math.nan) for item in data]
+    parameters = Counter[str]()
+    for row in rows.values():
+        parameters.update(row["parameters"])
+    return {
+        "metrics": {**metrics, MEAN: sum(main) / len(main)},
+        "parameters": dict(parameters),
+        "seconds": sum(row.get("seconds", 0.0) for row in rows.values()),
+    }
+
+
+def _baseline_of(options: Options, name: str, number: int, data: TaskData) -> dict[str, Any]:
     if name == MAJORITY:
         splits = [data.splits[split] for split in ("train", "validation")]
         labels = [split["labels"] if "labels" in split.column_names else [] for split in splits]
         return {"metrics": majority_baseline(data.task, *labels), "parameters": {"trainable": 0}}
     folder = options.output_dir / "baselines" / name.replace(":", "-").replace("=", "").replace(",", "-")
+    changes: dict[str, Any] = {"strategy": name, "baselines": None, "regularizers": None, "probes": None}
+    if options.data.tasks:
+        folder /= data.task.name
+        changes |= {**options.data.tasks[number], "tasks": None, "mixing": None, "name": None}
     if (folder / RESULT).is_file():  # an interrupted run had finished this baseline
         return dict(json.loads((folder / RESULT).read_text(encoding="utf-8")))
-    changes = {"strategy": name, "output_dir": str(folder), "baselines": None, "regularizers": None, "probes": None}
-    return train(options.replace(**changes, resume_from_checkpoint="last"))
+    return train(options.replace(**changes, output_dir=str(folder), resume_from_checkpoint="last"))
 
 
 def stored_parameters(folder: Path) -> int:
@@ -238,12 +297,12 @@ def load_run(folder: str | Path, *, with_reference: bool = False) -> LoadedRun:
     folder = Path(folder)
     manifest = read_manifest(folder)
     selection = strategy_of(manifest)
-    task, base = tasks_of(manifest)[0], manifest["base_model"]
+    tasks, base = tasks_of(manifest), manifest["base_model"]
     recipe = choose(strategy=selection)
     set_seed(manifest["seed"])
     whole = (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file()
-    model = _empty_model(folder, base["class"]) if whole and not with_reference else _base_model(base, task)
-    run = make_context(model, _Bare(seed=manifest["seed"]), task)
+    model = _empty_model(folder, base["class"]) if whole and not with_reference else _base_model(base, tasks[0])
+    run = make_context(model, _Bare(seed=manifest["seed"]), tasks)
     if not (whole and not with_reference) and fingerprint_of(model, run) != base["fingerprint"]:
         raise ArtifactError(
             f"{base['name_or_path']} is not the base model that {folder} was trained on",
@@ -284,25 +343,56 @@ def _base_model(base: Mapping[str, Any], task: Task) -> Any:
     return load_class(base["class"], base["name_or_path"], **kwargs)
 
 
-def export_run(folder: str | Path, output_dir: str | Path, *, merge: bool = False) -> Path:
+def export_run(folder: str | Path, output_dir: str | Path, *, merge: bool = False, task: str | None = None) -> Path:
     """Write a run as what ``from_pretrained`` loads where tunery is not installed: a model, or a PEFT adapter.
 
     Args:
         folder: a run or checkpoint.
         output_dir: a new folder.
         merge: fold an adapter into its base model.
+        task: of several tasks, the one to write.
 
     Raises:
         TuneryError: the run cannot be loaded or ``output_dir`` is taken; nothing has been written then.
     """
     folder, target = Path(folder), Path(output_dir)
     loaded = load_run(folder)
-    strategy = loaded.recipe.strategy
-    model: Any = loaded.model if strategy is None else strategy.export(loaded.model, loaded.run, merge=merge)
+    strategy, run = loaded.recipe.strategy, loaded.run
+    if task is not None:
+        run = dataclasses.replace(run, tasks=(find_task(run.tasks, task, str(folder)),))
+    model: Any = loaded.model if strategy is None else strategy.export(loaded.model, run, merge=merge)
+    content = {**loaded.manifest, "tasks": describe_tasks(run.tasks)}
     with folder_in_place(target) as temporary:
         model.save_pretrained(temporary)
         _copy_processor(folder, temporary)
-        seal(temporary, {key: value for key, value in loaded.manifest.items() if key != "files"})
+        seal(temporary, {key: value for key, value in content.items() if key != "files"})
+    return target
+
+
+def keep_tasks(folder: str | Path, output_dir: str | Path, names: Mapping[str, str]) -> Path:
+    """Write a run of several tasks once more with some of them, perhaps under new names.
+
+    Args:
+        folder: a run or checkpoint.
+        output_dir: a new folder.
+        names: the tasks to keep, and what to call them.
+
+    Raises:
+        TuneryError: an unknown task, two of one name, or a strategy that does not hold tasks apart; nothing has been
+            written then.
+    """
+    folder, target = Path(folder), Path(output_dir)
+    loaded = load_run(folder)
+    tasks = [dataclasses.replace(find_task(loaded.run.tasks, old, str(folder)), name=new) for old, new in names.items()]
+    if loaded.recipe.strategy is None:
+        raise ArtifactError(f"{folder} holds one task", remedy="there is nothing to drop or rename")
+    loaded.recipe.strategy.keep_tasks(loaded.model, names)
+    model: Any = loaded.model
+    with folder_in_place(target) as temporary:
+        model.save_pretrained(temporary)
+        _copy_processor(folder, temporary)
+        content = {**loaded.manifest, "tasks": describe_tasks(tasks)}
+        seal(temporary, {key: value for key, value in content.items() if key != "files"})
     return target
 
 

@@ -18,7 +18,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from ..registry.context import Stage, Task, TaskKind
 from ..registry.errors import ArtifactError, CompatibilityError, InvalidPluginError
-from .artifacts import MANIFEST, last_checkpoint, load_weights, read_manifest
+from .artifacts import MANIFEST, last_checkpoint, load_weights
 from .data.unlabelled import EpochOf, UnlabelledRows, pad_rows
 
 if TYPE_CHECKING:
@@ -33,7 +33,9 @@ _OBJECTIVES = (None, TaskKind.MASKED_LM, TaskKind.CAUSAL_LM)
 # ---- at start-up
 
 
-def check_stages(stages: Sequence[Stage], owner: str, args: Any, given: Mapping[str, Any]) -> tuple[Stage, ...]:
+def check_stages(
+    stages: Sequence[Stage], owner: str, args: Any, given: Mapping[str, Any], num_tasks: int = 1
+) -> tuple[Stage, ...]:
     """Return the stages of a strategy once it is clear that they can be trained.
 
     Args:
@@ -41,6 +43,7 @@ def check_stages(stages: Sequence[Stage], owner: str, args: Any, given: Mapping[
         owner: the strategy's name and origin, for messages.
         args: the run's training arguments.
         given: what else the Trainer was given, by keyword.
+        num_tasks: how many tasks share a batch.
 
     Raises:
         InvalidPluginError: stages that no run can have.
@@ -60,7 +63,7 @@ def check_stages(stages: Sequence[Stage], owner: str, args: Any, given: Mapping[
     for stage in earlier:
         _check_objective(stage, owner, given)
     if earlier:
-        _check_shared(owner, args, given)
+        _check_shared(owner, args, given, num_tasks)
     return tuple(stages)
 
 
@@ -91,11 +94,12 @@ def _check_objective(stage: Stage, owner: str, given: Mapping[str, Any]) -> None
         )
 
 
-def _check_shared(owner: str, args: Any, given: Mapping[str, Any]) -> None:
+def _check_shared(owner: str, args: Any, given: Mapping[str, Any], num_tasks: int) -> None:
     plugin = getattr(args, "deepspeed_plugin", None)
     config = plugin.hf_ds_config.config if plugin is not None else {}
     made = [key for key in ("optimizer", "scheduler") if key in config]
     for asked, remedy in (
+        ("several tasks" if num_tasks > 1 else "", "train one task at a time"),
         ("model_init" if given.get("model_init") is not None else "", "pass model"),
         ("optimizers" if given.get("optimizers", (None, None)) != (None, None) else "", "use optim and learning_rate"),
         (f"{' and '.join(made)} in the DeepSpeed config" if made else "", "use optim and lr_scheduler_type"),
@@ -218,7 +222,7 @@ def go_through(trainer: PluginTrainerMixin, stage: Stage, point: Path | None) ->
     """
     folder, writes = trainer._run_dir, trainer.is_world_process_zero()
     if point is not None and point.name == stage.name:
-        trainer.check_belongs(point, read_manifest(point))
+        trainer.check_belongs(point)
         load_weights(trainer._equipped, point)
         history = stage_history(point)
         if writes and point.resolve() != folder.resolve():

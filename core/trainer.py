@@ -23,7 +23,7 @@ from ..registry.context import RunContext, Stage, Subject, Task, TaskKind
 from ..registry.errors import ArtifactError, CompatibilityError, RecipeError
 from .arguments import PLUGIN_FIELDS, PROBE_MOMENTS, TrainingArguments
 from .artifacts import describe_base, manifest, read_manifest
-from .checkpointing import WholeCheckpoints
+from .checkpointing import WholeCheckpoints, check_belongs
 from .context import infer_task, make_context
 from .objective import Objective, last_output
 from .probing import Probing, Snapshot
@@ -37,7 +37,8 @@ class PluginTrainerMixin(WholeCheckpoints):
     Args:
         model: a model, loaded; a strategy changes it in place or wraps it.
         args: arguments with the fields of :class:`tunery.core.arguments.PluginArguments`.
-        task: what the model is trained for; default: told from the model's class and config.
+        task: what the model is trained for, or several tasks whose rows say theirs in ``task_ids``; default: told from the
+            model's class and config.
         base_model: the name the manifest records for the base model; default: what its config remembers.
         kwargs: everything else the Trainer takes, by keyword.
 
@@ -50,7 +51,7 @@ class PluginTrainerMixin(WholeCheckpoints):
         model: Any = None,
         args: Any = None,
         *,
-        task: Task | None = None,
+        task: Task | Sequence[Task] | None = None,
         base_model: str | None = None,
         **kwargs: Any,
     ) -> None:
@@ -68,8 +69,11 @@ class PluginTrainerMixin(WholeCheckpoints):
         if model is not None:
             model = self._equip(model, args)
         super().__init__(model=model, args=args, **kwargs)
-        # Only causal-LM losses really divide by num_items_in_batch (transformers#47688).
-        self.model_accepts_loss_kwargs = bool(self.model_accepts_loss_kwargs and self._loss_shifts_labels)
+        # Only causal-LM losses really divide by num_items_in_batch (transformers#47688), and not those of several tasks.
+        shifts = self._loss_shifts_labels and len(self._tasks) == 1
+        self.model_accepts_loss_kwargs = bool(self.model_accepts_loss_kwargs and shifts)
+        if len(self.run.tasks) > 1:
+            self.label_names = ["labels", "task_ids"]
         self.add_callback(_Moments(self))
 
     # ---- building the model
@@ -88,9 +92,11 @@ class PluginTrainerMixin(WholeCheckpoints):
         for module in model.modules():
             if isinstance(module, transformers.PreTrainedModel):
                 module._weight_conversions = []  # type: ignore[assignment]
-        context = make_context(model, args, self._given_task or infer_task(model))
+        given = self._given_task or infer_task(model)
+        context = make_context(model, args, [given] if isinstance(given, Task) else given)
         self.run = dataclasses.replace(context, stage=self._stage)
         self.recipe.check(model, self.run)
+        check_joint(self.run, args)
         self._base = describe_base(model, self.run, self._base_reference)
         strategy = self.recipe.strategy
         if strategy is not None:
@@ -104,7 +110,8 @@ class PluginTrainerMixin(WholeCheckpoints):
         self._reference = Snapshot(model, self.run.sharding) if self.recipe.probes else None
         for regularizer in self.recipe.regularizers:
             regularizer.attach(model, self.run)
-        self.objective = Objective(self.recipe.regularizers, self.run.task)
+        self.objective = Objective(self.recipe.regularizers, self.run.tasks)
+        self._tasks = self.run.tasks if strategy is None else strategy.tasks(self.run)
         return model
 
     def _build_accelerator_args(self, **kwargs: Any) -> Any:
@@ -117,9 +124,8 @@ class PluginTrainerMixin(WholeCheckpoints):
         if strategy is None:
             return (Stage(name="fine_tuning"),)
         owner = str(self.recipe.chosen[0].entry.origin)
-        return check_stages(
-            strategy.stages(model, self.run), f"strategy {strategy.name!r} of {owner}", args, self._given
-        )
+        stages = strategy.stages(model, self.run)
+        return check_stages(stages, f"strategy {strategy.name!r} of {owner}", args, self._given, len(self.run.tasks))
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Build the model with ``model_init`` and equip it; a second trial starts from fresh plugins."""
@@ -129,7 +135,7 @@ class PluginTrainerMixin(WholeCheckpoints):
         return self._equip(model, args)
 
     def _manifest(self) -> dict[str, Any]:
-        return manifest(self.run, self._base, self.recipe.describe())
+        return manifest(dataclasses.replace(self.run, tasks=self._tasks), self._base, self.recipe.describe())
 
     def detach(self) -> None:
         """Take every regularizer off the model, which is plain again afterwards."""
@@ -181,6 +187,26 @@ class PluginTrainerMixin(WholeCheckpoints):
             logs.update(self.objective.drain(self.accelerator))
         super().log(logs, *args, **kwargs)
 
+    # ---- several tasks
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        """Return the dataset's own sampler where it mixes tasks, else transformers'."""
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        own = getattr(dataset, "sampler", None)
+        if callable(own):
+            return own(self.args.seed if self.args.data_seed is None else self.args.data_seed)
+        return super()._get_train_sampler(train_dataset)
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        """Clip the gradient, task by task where the strategy keeps tasks apart; return its norm before, all together."""
+        strategy = self.recipe.strategy
+        groups = [] if strategy is None else strategy.gradient_groups(self._equipped, self.run)
+        if len(groups) < 2:
+            return super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
+        self.accelerator.unscale_gradients()
+        norms = [nn.utils.clip_grad_norm_(list(group), self.args.max_grad_norm) for group in groups]
+        return torch.stack(norms).norm()
+
     # ---- a run
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -194,7 +220,7 @@ class PluginTrainerMixin(WholeCheckpoints):
         """
         *earlier, last = points_to_resume(self.stages, self._place_to_resume(resume_from_checkpoint))
         if last is not None:
-            self.check_belongs(last, read_manifest(last))
+            self.check_belongs(last)
         if earlier:
             self._train_earlier_stages(earlier)
         self._clear_staging(self._run_dir)  # what a killed run was writing
@@ -212,29 +238,10 @@ class PluginTrainerMixin(WholeCheckpoints):
             )
         return place
 
-    def check_belongs(self, folder: Path, content: Mapping[str, Any]) -> None:
-        """Check the manifest of a checkpoint, or of a finished stage, that this trainer is to go on with.
-
-        Raises:
-            ArtifactError: it is of another strategy, stage or base model.
-        """
-        recorded, strategies = content["base_model"], [p["name"] for p in content["plugins"] if p["kind"] == "strategy"]
-        if strategies != [chosen.entry.name for chosen in self.recipe.chosen if chosen.entry.kind == "strategy"]:
-            raise ArtifactError(
-                f"{folder} was trained with strategy {', '.join(strategies) or 'none'}",
-                remedy="resume with the same one",
-            )
-        stage = self._stage and dataclasses.asdict(self._stage)
-        if content.get("stage") != stage:
-            raise ArtifactError(
-                f"{folder} was trained as stage {content.get('stage')}, not {stage}",
-                remedy="resume with the same options",
-            )
-        if self.model_init is None and recorded["fingerprint"] != self._base["fingerprint"]:
-            raise ArtifactError(
-                f"{folder} was trained on another base model: {recorded['name_or_path'] or recorded['class']}",
-                remedy="resume with the model it began with",
-            )
+    def check_belongs(self, folder: Path) -> None:
+        """Check that a checkpoint, or a finished stage, is one that this trainer can go on with; see the function."""
+        base = None if self.model_init is not None else self._base
+        check_belongs(read_manifest(folder), folder, self.recipe, base, self._stage)
 
     def _train_earlier_stages(self, points: Sequence[Path | None]) -> None:
         """Train the stages before the last, without regularizers, which then start from what was learnt."""
@@ -284,6 +291,26 @@ class PluginTrainerMixin(WholeCheckpoints):
         loader = self.get_eval_dataloader()
         output = self.evaluation_loop(loader, description="Probe", metric_key_prefix="eval")
         return dict(output.metrics or {})
+
+
+def check_joint(run: RunContext, args: Any) -> None:
+    """Refuse arguments that do not go with several tasks in one batch.
+
+    Raises:
+        CompatibilityError: DeepSpeed's clipping, or label smoothing, which would mix the tasks.
+    """
+    if len(run.tasks) < 2:
+        return
+    if run.sharding.zero_stage and args.max_grad_norm:
+        raise CompatibilityError(
+            f"max_grad_norm={args.max_grad_norm} with {len(run.tasks)} tasks on DeepSpeed, which clips all tasks as one",
+            remedy="set max_grad_norm to 0",
+        )
+    if args.label_smoothing_factor:
+        raise CompatibilityError(
+            f"label_smoothing_factor={args.label_smoothing_factor} with {len(run.tasks)} tasks",
+            remedy="set it to 0: transformers smooths over all label spaces at once",
+        )
 
 
 class _Moments(transformers.TrainerCallback):

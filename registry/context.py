@@ -338,6 +338,7 @@ class Support:
         activation_checkpointing: whether layers may be re-run in the backward pass.
         excludes: names of plugins it cannot be combined with.
         needs_anatomy: whether it must know where the model keeps its parts.
+        several_tasks: whether one batch may hold rows of several tasks, each with its own labels.
     """
 
     tasks: frozenset[TaskKind] | None = None
@@ -345,3 +346,4 @@ class Support:
     activation_checkpointing: bool = True
     excludes: frozenset[str] = frozenset()
     needs_anatomy: bool = False
+    several_tasks: bool = False

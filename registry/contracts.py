@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from annotated_types import Ge
 
 from .context import Stage, Support
+from .errors import CompatibilityError
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from .context import Batch, Measurement, RunContext, Subject
+    from .context import Batch, Measurement, RunContext, Subject, Task
 
 
 class Plugin(ABC):
@@ -50,6 +51,10 @@ class Plugin(ABC):
 
 class Strategy(Plugin):
     """What trains, and what the trained artefact is.
+
+    One that trains several tasks at once (``supports.several_tasks``) prepares a model that takes ``task_ids``, each row's
+    position among the run's tasks, and whose outputs hold, while training, ``task_losses``: every task's mean loss over
+    its own rows, shape (tasks,).
 
     Laws: after :meth:`prepare` the output for an evaluation batch equals the base model's wherever ``identity_start``
     promises it; exactly the parameters that then require a gradient change, no other; save, load, evaluate is
@@ -96,10 +101,26 @@ class Strategy(Plugin):
 
         Args:
             model: what :meth:`prepare` returned, trained.
-            run: the run it belongs to.
+            run: the run it belongs to; of several tasks, it holds the one to export.
             merge: fold an adapter into its base model instead of keeping it apart.
         """
         return model
+
+    def tasks(self, run: RunContext) -> tuple[Task, ...]:
+        """Return the tasks of the artefact: those of the run first, in their order, then any it held before."""
+        return run.tasks
+
+    def gradient_groups(self, model: nn.Module, run: RunContext) -> Sequence[Sequence[nn.Parameter]]:
+        """Return the parameters whose gradients are clipped together; none for all at once."""
+        return ()
+
+    def keep_tasks(self, model: nn.Module, names: Mapping[str, str]) -> None:
+        """Keep the tasks that ``names`` lists, under the names it gives them, and forget the others.
+
+        Raises:
+            CompatibilityError: the strategy does not hold tasks apart.
+        """
+        raise CompatibilityError(f"strategy {self.name!r} holds no tasks that could be dropped or renamed")
 
 
 class Regularizer(Plugin):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -75,9 +76,11 @@ def byte_rows(length: int) -> Rows:
 def trainer(
     cls: type[transformers.Trainer],
     model: nn.Module,
-    rows: Rows,
+    rows: Any,
     output_dir: str,
     optimizer: torch.optim.Optimizer | None = None,
+    task: Sequence[Task] | None = None,
+    data_collator: Any = None,
     **options: Any,
 ) -> transformers.Trainer:
     """Build a trainer that says nothing, saves nothing and, unless told otherwise, never ends.
@@ -88,6 +91,8 @@ def trainer(
         rows: what it trains on.
         output_dir: a folder that may go afterwards.
         optimizer: default: transformers' own.
+        task: the tasks of its rows, for tunery's.
+        data_collator: default: transformers' own.
         options: fields of the arguments.
     """
     arguments = TrainingArguments if issubclass(cls, Trainer) else transformers.TrainingArguments
@@ -101,6 +106,13 @@ def trainer(
         "disable_tqdm": True,
         "dataloader_pin_memory": torch.cuda.is_available(),
     }
-    built = cls(model=model, args=arguments(**defaults | options), train_dataset=rows, optimizers=(optimizer, None))
+    built = cls(
+        model=model,
+        args=arguments(**defaults | options),
+        train_dataset=rows,
+        optimizers=(optimizer, None),
+        data_collator=data_collator,
+        **({} if task is None else {"task": task}),
+    )
     built.remove_callback(transformers.PrinterCallback)
     return built

@@ -1,17 +1,28 @@
 """Data: from a dataset's name, or files, to what a Trainer takes.
 
     args = DataArguments(dataset_name="python_docs")
-    data = load_task_data(args, seed=42)          # a TaskData: the task, and its rows as text and class numbers
+    (data,) = load_tasks(args, seed=42)           # a TaskData: the task, and its rows as text and class numbers
     encoded = encode(data, tokenizer)             # an EncodedData: train, validation, test, data_collator
 
 The stages, one file each: ``loading`` (hub, files or the built-in ``python_docs``), ``columns`` (which ones count),
-``labels`` (class numbers and names), ``tasks`` (all of it put together), ``encoding`` and ``metrics``.
+``labels`` (class numbers and names), ``tasks`` (all of it put together), ``encoding`` and ``metrics``. With several tasks
+in ``args.tasks``, ``mixing`` puts their rows together.
 """
 
 from __future__ import annotations
 
 from .arguments import DataArguments
 from .encoding import EncodedData, encode
-from .tasks import TaskData, load_task_data
+from .mixing import Mixing, encode_jointly
+from .tasks import TaskData, load_task_data, load_tasks
 
-__all__ = ["DataArguments", "EncodedData", "TaskData", "encode", "load_task_data"]
+__all__ = [
+    "DataArguments",
+    "EncodedData",
+    "Mixing",
+    "TaskData",
+    "encode",
+    "encode_jointly",
+    "load_task_data",
+    "load_tasks",
+]

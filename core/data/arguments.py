@@ -3,24 +3,44 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Annotated, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 from annotated_types import Ge, Gt, Len, Lt
 
-from ...registry.errors import DataError
+from ...registry.errors import DataError, did_you_mean
 
 
 @dataclass(kw_only=True)
 class DataArguments:
     """Where the data comes from, which columns count and how they are encoded.
 
-    Exactly one source is needed: ``dataset_name``, or ``train_file`` with or without the other two files. Everything
+    With ``tasks``, the other keys are what the tasks have in common, and each task adds its own. Without, exactly one source is needed: ``dataset_name``, or ``train_file`` with or without the other two files. Everything
     else is inferred where it can be, and what is given here wins.
 
     Raises:
         DataError: a value of the wrong type or out of range.
     """
 
+    tasks: Annotated[list[dict[str, Any]], Len(1)] | None = field(
+        default=None,
+        metadata={
+            "help": "Several tasks in one run, for a strategy that takes them: a list of mappings with a name and any of "
+            "these data keys, for example {name: rte, train_file: rte.jsonl}."
+        },
+    )
+    mixing: Literal["proportional", "temperature", "round_robin", "size_capped"] = field(
+        default="proportional",
+        metadata={
+            "help": "How often the rows of each task come: proportional, temperature, round_robin (equally many of each "
+            "in every batch) or size_capped."
+        },
+    )
+    mixing_temperature: Annotated[float, Ge(1)] = field(
+        default=2.0, metadata={"help": "T of mixing=temperature: tasks come in proportion to their size to the 1/T."}
+    )
+    mixing_cap: Annotated[int, Ge(1)] = field(
+        default=1000, metadata={"help": "Rows an epoch takes of a task with mixing=size_capped, at most."}
+    )
     task_kind: str | None = field(
         default=None,
         metadata={
@@ -91,3 +111,24 @@ class DataArguments:
                 setattr(self, name, TypeAdapter(hints[name]).validate_python(value))
             except ValidationError as error:
                 raise DataError(f"{name}={value!r}: {error.errors()[0]['msg']}", owner="the data arguments") from None
+
+    def each(self) -> list[tuple[str | None, DataArguments]]:
+        """Return the tasks one by one: the name it was given, if any, and the arguments of it alone.
+
+        Raises:
+            DataError: a key that is none of these, or a value of the wrong type or out of range.
+        """
+        if not self.tasks:
+            return [(None, self)]
+        joint = ("tasks", "mixing", "mixing_temperature", "mixing_cap")
+        known = [item.name for item in fields(self) if item.name not in joint]
+        shared = {name: getattr(self, name) for name in known}
+        for position, task in enumerate(self.tasks):
+            for key in task:
+                if key not in (*known, "name"):
+                    owner = f"tasks[{position}]"
+                    raise DataError(f"no key {key!r}", owner=owner, remedy=did_you_mean(key, known) or "see --keys")
+        return [
+            (task.get("name"), DataArguments(**{**shared, **{key: task[key] for key in task if key != "name"}}))
+            for task in self.tasks
+        ]

@@ -20,6 +20,7 @@ from ...registry.errors import DataError, did_you_mean
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
     from transformers import EvalPrediction
 
 Metric = Callable[["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"], float]
@@ -144,6 +145,61 @@ def compute_metrics(task: Task) -> Callable[[EvalPrediction], dict[str, float]] 
     return compute
 
 
+MEAN = "mean"
+
+
+def compute_joint_metrics(tasks: Sequence[Task]) -> Callable[[EvalPrediction], dict[str, float]]:
+    """Return the ``compute_metrics`` of a Trainer whose rows belong to several tasks.
+
+    It takes labels and ``task_ids``, and logits of shape (rows, widest label space), or what :func:`token_losses` makes of
+    a language model's. Metrics are named ``<task>_<metric>``; ``mean`` is the mean of the tasks' main ones.
+    """
+    singly = [compute_metrics(task) for task in tasks]
+
+    def compute(evaluation: EvalPrediction) -> dict[str, float]:
+        import numpy as np
+        from transformers import EvalPrediction
+
+        outputs = evaluation.predictions
+        given: Any = evaluation.label_ids
+        labels, task_ids = given
+        logits = np.asarray(outputs[0] if isinstance(outputs, tuple) else outputs)
+        found: dict[str, float] = {}
+        for number, (task, score) in enumerate(zip(tasks, singly, strict=True)):
+            rows = np.asarray(task_ids) == number
+            if score is None:
+                nats, tokens = logits[rows].sum(axis=0)
+                scores = _from_loss(task, float(nats) / max(float(tokens), 1.0))
+            else:
+                own = logits[rows][:, : task.num_labels]
+                scores = score(EvalPrediction(predictions=own, label_ids=np.asarray(labels)[rows]))
+            found |= {f"{task.name}_{name}": value for name, value in scores.items()}
+        main = [found[f"{task.name}_{task.metrics[0]}"] for task in tasks]
+        return {**found, MEAN: sum(main) / len(main)}
+
+    return compute
+
+
+def token_losses(logits: torch.Tensor, labels: Any) -> torch.Tensor:
+    """Return the sum of nats and the number of counted tokens of each row, shape (rows, 2): not every logit is kept.
+
+    Args:
+        logits: shape (rows, positions, vocabulary).
+        labels: token ids of shape (rows, positions), -100 not counted, alone or first of several.
+    """
+    import torch
+    from torch.nn import functional
+
+    targets = (labels[0] if isinstance(labels, tuple) else labels)[:, 1:]
+    losses = functional.cross_entropy(logits[:, :-1].float().transpose(1, 2), targets, reduction="none")
+    return torch.stack([losses.sum(dim=1), targets.ne(-100).sum(dim=1).to(losses.dtype)], dim=1)
+
+
+def _from_loss(task: Task, loss: float) -> dict[str, float]:
+    known = {"loss": loss, "perplexity": _exp(loss)}
+    return {name: known[name] for name in task.metrics}
+
+
 def _scores(task: Task, labels: np.ndarray[Any, Any], predictions: np.ndarray[Any, Any]) -> dict[str, float]:
     metrics = _BY_KIND[task.kind]
     if task.kind is TaskKind.REGRESSION:
@@ -156,12 +212,14 @@ def add_perplexity(metrics: Mapping[str, float], prefix: str = "eval") -> dict[s
 
     The Trainer's loss is a mean over rows: exact for blocks, which have equally many tokens each.
     """
-    loss = metrics[f"{prefix}_loss"]
+    return {**metrics, f"{prefix}_perplexity": _exp(metrics[f"{prefix}_loss"])}
+
+
+def _exp(loss: float) -> float:
     try:
-        perplexity = math.exp(loss)
+        return math.exp(loss)
     except OverflowError:
-        perplexity = math.inf
-    return {**metrics, f"{prefix}_perplexity": perplexity}
+        return math.inf
 
 
 def majority_baseline(task: Task, train_labels: Sequence[float], eval_labels: Sequence[float]) -> dict[str, float]:

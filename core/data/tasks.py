@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +35,19 @@ class TaskData:
     splits: DatasetDict
     columns: Columns
     max_length: int
+
+
+def load_tasks(args: DataArguments, seed: int) -> list[TaskData]:
+    """Load every task that ``args`` name: one, or those of ``args.tasks``.
+
+    Raises:
+        DataError: the data of one cannot be read or does not make a task.
+    """
+    found = []
+    for name, one in args.each():
+        data = load_task_data(one, seed)
+        found.append(data if name is None else replace(data, task=replace(data.task, name=name)))
+    return found
 
 
 def load_task_data(args: DataArguments, seed: int) -> TaskData:

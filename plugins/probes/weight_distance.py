@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from ...registry.context import Measurement
+from ...registry.context import Measurement, Support
 from ...registry.contracts import Probe
 from ...registry.hookspecs import hookimpl
 
@@ -25,6 +25,7 @@ class WeightDistance(Probe):
     name = "weight_distance"
     summary = "L2 distance to the pre-trained weights, total and per layer"
     reference = "Springer et al., overtrained language models are harder to fine-tune, figure 8"
+    supports = Support(several_tasks=True)
 
     def measure(self, subject: Subject) -> Iterable[Measurement]:
         """Return ``distance`` (total), ``distance`` per layer, and ``relative_distance``, ||w - w0|| / ||w0||.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge
 
+from ...registry.context import Support
 from ...registry.contracts import Regularizer
 from ...registry.errors import CompatibilityError
 from ...registry.hookspecs import hookimpl
@@ -33,6 +34,7 @@ class L2SP(Regularizer):
     name = "l2_sp"
     summary = "L2 distance to the pre-trained weights, L2 norm of new ones"
     reference = "Li, Grandvalet and Davoine 2018, L2-SP, eq. 2"
+    supports = Support(several_tasks=True)
 
     @dataclass(frozen=True, kw_only=True)
     class Config(Regularizer.Config):

@@ -50,7 +50,7 @@ class Lnsr(Regularizer):
     name = "lnsr"
     summary = "how much noise in one hidden state moves the layers above it"
     reference = "Hua et al. 2021, Noise Stability Regularization for Improving BERT Fine-tuning"
-    supports = Support(needs_anatomy=True)
+    supports = Support(needs_anatomy=True, several_tasks=True)
     off: ClassVar[dict[str, Any]] = {"sigma": 0.0}
 
     @dataclass(frozen=True, kw_only=True)

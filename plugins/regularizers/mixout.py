@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Lt
 
+from ...registry.context import Support
 from ...registry.contracts import Regularizer
 from ...registry.errors import CompatibilityError
 from ...registry.hookspecs import hookimpl
@@ -44,6 +45,7 @@ class MixOut(Regularizer):
     reference = (
         "Lee, Cho and Kang 2020, Mixout, section 3; with the derivative's factor 1/(1-p), which the authors' code lacks"
     )
+    supports = Support(several_tasks=True)
     off = {"p": 0.0}  # noqa: RUF012  # a ClassVar in the contract
 
     @dataclass(frozen=True, kw_only=True)

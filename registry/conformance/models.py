@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..context import TaskKind
+from ..context import Task, TaskKind
 
 if TYPE_CHECKING:
     import torch
@@ -65,12 +65,12 @@ class TinyModel:
         base = self.load(PeftConfig.from_pretrained(str(folder)).base_model_name_or_path)
         return PeftModel.from_pretrained(base, str(folder))
 
-    def logits(self, model: Any) -> torch.Tensor:
+    def logits(self, model: Any, tasks: int = 1) -> torch.Tensor:
         """Return what ``model`` answers to the first rows in eval mode."""
         import torch
         from transformers import default_data_collator
 
-        batch = default_data_collator(self.rows(EVALUATED))
+        batch = default_data_collator(self.rows(EVALUATED, tasks))
         batch.pop("labels")
         with torch.no_grad():
             answer: torch.Tensor = model.eval()(**batch).logits
@@ -88,11 +88,31 @@ class TinyModel:
             tokenizer_object=words, pad_token="word0", mask_token="word1", unk_token="word2", model_max_length=LENGTH
         )
 
-    def rows(self, count: int) -> list[dict[str, Any]]:
-        """Return ``count`` examples, padded, with labels."""
+    def rows(self, count: int, tasks: int = 1) -> list[dict[str, Any]]:
+        """Return ``count`` examples, padded, with labels; of several tasks, one after the other in turn."""
         if self.kind is TaskKind.IMAGE_CLASSIFICATION:
-            return _image_rows(count)
-        return _text_rows(count, causal=self.kind is TaskKind.CAUSAL_LM)
+            rows = _image_rows(count)
+        else:
+            rows = _text_rows(count, causal=self.kind is TaskKind.CAUSAL_LM)
+        return rows if tasks == 1 else [self._row_of(row, number % tasks) for number, row in enumerate(rows)]
+
+    def tasks(self, count: int) -> list[Task]:
+        """Return several tasks of its kind; classifiers differ in their labels, and one of three is a regression."""
+        return [
+            Task(name=f"task{number}", kind=TaskKind.REGRESSION)
+            if self.kind is TaskKind.CLASSIFICATION and number % 3 == 1
+            else Task(name=f"task{number}", kind=self.kind, label_names=self._labels(number))
+            for number in range(count)
+        ]
+
+    def _labels(self, task: int) -> tuple[str, ...]:
+        if self.kind is TaskKind.CAUSAL_LM:
+            return ()
+        return tuple(f"LABEL_{label}" for label in range(LABELS - task % 2))
+
+    def _row_of(self, row: dict[str, Any], task: int) -> dict[str, Any]:
+        labels = row["labels"] if self.kind is TaskKind.CAUSAL_LM else row["labels"] % (LABELS - task % 2)
+        return {**row, "labels": labels, "task_ids": task}
 
 
 def _bert(dropout: float) -> PretrainedConfig:

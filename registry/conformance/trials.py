@@ -44,12 +44,13 @@ class Trial:
         arguments_first: whether the training arguments are made before the model is loaded, as most scripts do it; ZeRO-3
             then shards the model while it is loaded, otherwise when training begins.
         options: further training arguments.
+        tasks: how many tasks its rows belong to, in turn.
         again: tells apart two runs that are the same otherwise; equal trials are run once.
     """
 
     model: str = "bert_classifier"
     dropout: bool = False
-    strategy: str | None = None
+    strategy: str | Mapping[str, Any] | None = None
     regularizers: tuple[str, ...] = ()
     probes: tuple[str, ...] = ()
     steps: int = 4
@@ -61,6 +62,7 @@ class Trial:
     tokenizer: bool = False
     arguments_first: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
+    tasks: int = 1
     again: int = 0
 
     def but(self, **changes: Any) -> Trial:
@@ -172,7 +174,9 @@ class Job:
         import tunery
 
         tiny = MODELS[self.trial.model]
-        rows = tiny.rows(self.trial.rows)
+        rows = tiny.rows(self.trial.rows, self.trial.tasks)
+        if self.trial.tasks > 1:
+            arguments["task"] = tiny.tasks(self.trial.tasks)
         model = None if self.trial.arguments_first else tiny.load(self.base)
         args = tunery.TrainingArguments(**self.arguments())
         model = model or tiny.load(self.base)
@@ -216,7 +220,8 @@ def perform(job: Job) -> tuple[list[dict[str, Any]], list[Any] | None]:
         trainer = job.trainer()
         trainer.train(resume_from_checkpoint=None if job.resume is None else str(job.resume))
         trainer.save_model()
-        answers = MODELS[job.trial.model].logits(trainer.model).tolist() if job.where == ONE else None
+        tiny = MODELS[job.trial.model]
+        answers = tiny.logits(trainer.model, job.trial.tasks).tolist() if job.where == ONE else None
         return trainer.state.log_history, answers
 
 

@@ -45,6 +45,15 @@ class TestSurtThenHead(StrategyLaws):
     models = ("bert_classifier",)
 
 
+class TestMultiLora(StrategyLaws):
+    plugin = "multi_lora:r=4"
+    models = WIDE
+
+
+class TestMultiLoraOtherWay(StrategyLaws):
+    plugin = "multi_lora:r=4,init=gaussian,frozen=b"
+
+
 class TestL2Sp(RegularizerLaws):
     plugin = "l2_sp:alpha=0.5,beta=0.1"
     models = WIDE

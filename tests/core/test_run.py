@@ -22,7 +22,7 @@ from tunery.registry.errors import ArtifactError, CompatibilityError, RecipeErro
 RESULT_KEYS = {
     "task",
     "metrics",
-    "main_metric",
+    "main_metrics",
     "train_loss",
     "examples",
     "parameters",
@@ -60,7 +60,7 @@ def test_result_json(compared: tuple[Path, dict[str, Any]], tiny: Any):
     assert result == returned
     assert result.keys() == RESULT_KEYS | {"baselines"}
     assert result["task"] == "rows"
-    assert result["main_metric"] == "accuracy"
+    assert result["main_metrics"] == ["accuracy"]
     assert result["seed"] == 7
     assert result["base_model"] == str(tiny.base)
     assert [(plugin["kind"], plugin["name"]) for plugin in result["plugins"]] == [
@@ -229,7 +229,7 @@ def test_regression(tiny: Any, tmp_path: Path):
     rows = [{"text": "a b c " * (i % 3 + 1), "score": i / 10} for i in range(20)]
     keys = tiny.given(train_file=write_rows(tmp_path / "scores.jsonl", rows), output_dir=str(tmp_path / "run"))
     result = train(build_options(keys | {"max_steps": 2, "baselines": ["majority"]}))
-    assert result["main_metric"] == "pearson"
+    assert result["main_metrics"] == ["pearson"]
     assert set(result["metrics"]) == {"loss", "pearson", "spearman", "mse"}
     assert result["baselines"]["majority"]["metrics"]["mse"] > 0
     assert load_run(tmp_path / "run").model.config.num_labels == 1
@@ -252,7 +252,7 @@ def test_language_modelling(language_model: dict[str, Any], tiny: Any, tmp_path:
     """Texts alone make it a causal language model, whose main metric is the perplexity exp(loss)."""
     changes = {"strategy": "lora:r=2", "output_dir": str(tmp_path / "run"), "baselines": ["majority"]}
     result = train(build_options(tiny.given(**language_model | changes)))
-    assert result["main_metric"] == "perplexity"
+    assert result["main_metrics"] == ["perplexity"]
     assert result["metrics"]["perplexity"] == pytest.approx(math.exp(result["metrics"]["loss"]))
     assert result["baselines"]["majority"]["metrics"] == {}
     assert result["parameters"]["trainable"] == 2 * (16 * 2 + 2 * 16)
@@ -304,3 +304,65 @@ def test_stored_parameters(finished: Callable[[str], Path], tmp_path: Path):
 def test_peak_memory_is_in_bytes():
     """A process with torch loaded has used between 50 MB and 1 TB."""
     assert 50e6 < peak_memory() < 1e12
+
+
+@pytest.fixture(scope="module")
+def joint(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A run on two tasks beside a baseline that trains on each alone: its folder, and what ``train`` returned."""
+    folder = tmp_path_factory.mktemp("joint")
+    scores = folder / "scores.jsonl"
+    rows = [json.loads(line) for line in tiny.rows.read_text(encoding="utf-8").splitlines()]
+    lines = [json.dumps({"text": row["text"], "score": float(len(row["text"]))}) for row in rows]
+    scores.write_text("\n".join(lines), encoding="utf-8")
+    keys = tiny.given(
+        train_file=None,
+        tasks=[{"name": "yes", "train_file": str(tiny.rows)}, {"name": "length", "train_file": str(scores)}],
+        mixing="round_robin",
+        strategy="multi_lora:r=2",
+        baselines=["majority", "lora:r=2"],
+        output_dir=str(folder / "run"),
+        seed=7,
+    )
+    return folder / "run", train(build_options(keys))
+
+
+def test_run_on_two_tasks(joint: tuple[Path, dict[str, Any]]) -> None:
+    """One result with every task's metrics and their mean, beside baselines trained on each task alone."""
+    folder, result = joint
+    assert result["task"] == "yes+length"
+    assert result["main_metrics"] == ["yes_accuracy", "length_pearson", "mean"]
+    rows = [result, *result["baselines"].values()]
+    assert all(set(result["main_metrics"]) <= set(row["metrics"]) for row in rows)
+    for row in rows:
+        metrics = row["metrics"]
+        assert metrics["mean"] == pytest.approx((metrics["yes_accuracy"] + metrics["length_pearson"]) / 2)
+    assert [task.name for task in load_run(folder).run.tasks] == ["yes", "length"]
+    for task in ("yes", "length"):
+        alone = json.loads((folder / "baselines" / "lora-r2" / task / "result.json").read_text(encoding="utf-8"))
+        assert len(alone["main_metrics"]) == 1
+    assert (folder / "training_curve.png").stat().st_size > 0
+
+
+def test_tasks_of_a_run_are_listed_exported_and_renamed(
+    joint: tuple[Path, dict[str, Any]], cli: Any, tmp_path: Path
+) -> None:
+    """From the command line."""
+    folder, _ = joint
+    assert "length" in cli("tasks", "list", folder).out
+    assert cli("tasks", "keep", folder, "--task", "length=size", "--output_dir", tmp_path / "kept").code == 0
+    assert [task.name for task in load_run(tmp_path / "kept").run.tasks] == ["size"]
+    refused = cli("export", folder, "--output_dir", tmp_path / "out")
+    assert refused.code == 2
+    assert "--task" in refused.err
+    assert cli("export", folder, "--output_dir", tmp_path / "out", "--task", "yes").code == 0
+    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+
+
+def test_several_tasks_need_a_strategy_that_takes_them(tiny: Any, tmp_path: Path) -> None:
+    """The ones that do are named; nothing is written."""
+    tasks = [{"name": name, "train_file": str(tiny.rows)} for name in ("one", "two")]
+    for strategy, words in (("lora:r=2", "'lora' does not take several"), (None, "several tasks without a strategy")):
+        keys = tiny.given(train_file=None, tasks=tasks, strategy=strategy, output_dir=str(tmp_path / "run"))
+        with pytest.raises(CompatibilityError, match=f"{words}.*known: multi_lora"):
+            train(build_options(keys))
+    assert not (tmp_path / "run").exists()

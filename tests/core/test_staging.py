@@ -449,6 +449,8 @@ def test_other_refusals(tiny: Any, tmp_path: Path):
         checked(*THREE, args=SimpleNamespace(deepspeed_plugin=plugin))
     with pytest.raises(CompatibilityError, match="does not go with fsdp"):
         checked(*THREE, args=SimpleNamespace(fsdp=["full_shard"]))
+    with pytest.raises(CompatibilityError, match="does not go with several tasks"):
+        check_stages(THREE, "somewhere", SimpleNamespace(), {}, num_tasks=2)
     assert checked(*ONE, model_init=print) == ONE
 
 

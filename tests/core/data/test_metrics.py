@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.stats
+import torch
 from transformers import EvalPrediction
 
 from tunery.core.data import metrics
@@ -168,3 +169,36 @@ def test_majority_baseline_never_looks_at_the_input() -> None:
     numbers = _task(TaskKind.REGRESSION, CONTINUOUS)
     assert metrics.majority_baseline(numbers, [1.0, 3.0], [2.0, 4.0]) == {"pearson": 0, "spearman": 0, "mse": 2}
     assert metrics.majority_baseline(_task(TaskKind.CAUSAL_LM, ("perplexity",)), [], []) == {}
+
+
+def test_joint_metrics_are_those_of_each_task_alone() -> None:
+    """A mixed evaluation, logits filled up with -inf, scores each task on its own rows and labels; and their mean."""
+    three = Task(name="three", kind=TaskKind.CLASSIFICATION, label_names=("a", "b", "c"), metrics=("accuracy",))
+    score = Task(name="score", kind=TaskKind.REGRESSION, metrics=("mse", "pearson"))
+    logits = np.array([[0, 2, 1], [0.5, -np.inf, -np.inf], [3, 2, 1], [1.5, -100, -100]])
+    labels, task_ids = np.array([1, 0.0, 1, 1.0]), np.array([0, 1, 0, 1])
+    found = metrics.compute_joint_metrics([three, score])(
+        EvalPrediction(predictions=logits, label_ids=(labels, task_ids))
+    )
+    assert found == pytest.approx(
+        {"three_accuracy": 0.5, "score_mse": 0.25, "score_pearson": 1.0, metrics.MEAN: (0.5 + 0.25) / 2}
+    )
+
+
+def test_joint_perplexity_is_by_token() -> None:
+    """Of a language model's logits only each row's nats and tokens are kept, and a task's perplexity is by its tokens."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(4, 6, 11, generator=generator)
+    labels = torch.randint(11, (4, 6), generator=generator)
+    labels[0, 3:] = labels[2, :2] = -100
+    task_ids = np.array([0, 1, 0, 1])
+    tasks = [Task(name=name, kind=TaskKind.CAUSAL_LM, metrics=("perplexity",)) for name in ("a", "b")]
+    kept = metrics.token_losses(logits, (labels, torch.tensor(task_ids)))
+    assert kept.shape == (4, 2)
+    found = metrics.compute_joint_metrics(tasks)(
+        EvalPrediction(predictions=kept.numpy(), label_ids=(labels.numpy(), task_ids))
+    )
+    for number, task in enumerate(tasks):
+        rows = torch.tensor(task_ids == number)
+        own = torch.nn.functional.cross_entropy(logits[rows, :-1].flatten(0, 1), labels[rows, 1:].flatten())
+        assert found[f"{task.name}_perplexity"] == pytest.approx(math.exp(own), rel=1e-6)

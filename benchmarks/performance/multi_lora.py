@@ -1,0 +1,228 @@
+"""Multi-LoRA against k separate LoRAs of PEFT: k tasks of one encoder, in one process, on real text from files.
+
+* ``k=.., batch=.., step``: one optimizer step on ``batch`` rows of each of k tasks: one joint step of ``tunery.Trainer``
+  against one step of each of k ``transformers.Trainer`` with a PEFT LoRA of their own. MiniLM (22.7 million parameters),
+  rank 8 on query and value, docstrings of up to 128 tokens padded batch by batch. The base model is frozen in both, so
+  either needs 4P of the 6P operations of full training (P parameters: 2P forward, 2P for the gradient of activations, and
+  none for the base weights'); what there is to gain is the small batches' cost, and what the joint batch's longer padding
+  takes has to be won back.
+* ``memory``: of three such steps, k=8, batch=4, each side in a process of its own; ours holds one base model, the peer k.
+* ``bytes on disk``: A once and eight B against eight PEFT adapter files, heads aside.
+* ``mixed inference``: eight tasks' rows in one batch, against PEFT's ``adapter_names``.
+
+The tasks are the labels of ``python_docs``, each with one half of its modules, written to and read from jsonl files. Time
+is wall time with all of torch's threads, since how well small batches use them is half of the question: leave the machine
+alone meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+
+from ...core.console import calm
+from ...core.data import DataArguments, Mixing, TaskData, encode, encode_jointly, load_tasks, python_docs
+from ...core.models import load_model, load_processor
+from ...core.trainer import Trainer
+from ...registry.context import Task
+from . import workloads
+from .claims import Claim, Run, main, ratio_claim
+from .paired import peak_memory
+from .stepping import stepping
+
+LABELS = ("label", "kind", "returns", "log_num_lines")
+LENGTH = 128
+RANK = 8
+GOALS = {(2, 4): 1.0, (4, 4): 1.0, (8, 4): 0.5, (2, 16): 1.0, (4, 16): 1.0, (8, 16): 1.0}
+MEMORY_GOAL, BYTES_GOAL, INFERENCE_GOAL = 1.0, 0.58, 1 / 1.5
+OURS, PEER = "joint", "separate"
+
+
+def claims(run: Run) -> Iterator[Claim]:
+    """Measure every claim of this script."""
+    calm()
+    with tempfile.TemporaryDirectory() as folder:
+        for (tasks, batch), goal in GOALS.items():
+            yield step(run, tasks, batch, goal, folder)
+        yield memory(folder)
+        yield stored(folder)
+        yield inference(run, folder)
+
+
+@cache
+def data(tasks: int) -> list[TaskData]:
+    """Write the tasks to files and load them as any user's."""
+    docs = python_docs.load()["train"]
+    modules = sorted(set(docs["module"]))
+    half = {module: number % 2 for number, module in enumerate(modules)}
+    with tempfile.TemporaryDirectory() as folder:
+        described = []
+        for number in range(tasks):
+            label, part = LABELS[number % len(LABELS)], number // len(LABELS)
+            rows = [
+                {"text": text, "label": value}
+                for text, value, module in zip(docs["text"], _named(docs, label), docs["module"], strict=True)
+                if half[module] == part
+            ]
+            path = Path(folder) / f"{label}{part}.jsonl"
+            path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+            described.append({"name": f"{label}{part}", "train_file": str(path)})
+        return load_tasks(DataArguments(tasks=described, max_length=LENGTH), seed=workloads.SEED)
+
+
+def _named(docs: Any, label: str) -> list[Any]:
+    feature = docs.features[label]
+    return [feature.int2str(value) for value in docs[label]] if hasattr(feature, "int2str") else list(docs[label])
+
+
+def _base(task: Task) -> Any:
+    transformers.set_seed(workloads.SEED)
+    return load_model(workloads.MINILM, task)
+
+
+def _processor() -> Any:
+    return load_processor(workloads.MINILM, data(1)[0].task)
+
+
+def joint_trainer(tasks: int, batch: int, folder: str, **options: Any) -> transformers.Trainer:
+    """Build our trainer: k tasks' rows in equal shares in every batch."""
+    found = data(tasks)
+    encoded = encode_jointly(found, _processor(), Mixing(name="round_robin"))
+    return workloads.trainer(
+        Trainer,
+        _base(found[0].task),
+        encoded.train,
+        folder,
+        per_device_train_batch_size=tasks * batch,
+        strategy=f"multi_lora:r={RANK}",
+        task=[item.task for item in found],
+        data_collator=encoded.data_collator,
+        **options,
+    )
+
+
+def lora_trainers(tasks: int, batch: int, folder: str, **options: Any) -> list[transformers.Trainer]:
+    """Build the peer's: a base model, a PEFT LoRA and a trainer a task."""
+    built = []
+    for item in data(tasks):
+        encoded = encode(item, _processor())
+        built.append(
+            workloads.trainer(
+                transformers.Trainer,
+                _lora(_base(item.task)),
+                encoded.train,
+                folder,
+                per_device_train_batch_size=batch,
+                data_collator=encoded.data_collator,
+                **options,
+            )
+        )
+    return built
+
+
+def _lora(base: Any) -> Any:
+    base.accepts_loss_kwargs = False
+    config = LoraConfig(r=RANK, lora_alpha=16, target_modules=["query", "value"], modules_to_save=["classifier"])
+    return get_peft_model(base, config)
+
+
+def step(run: Run, tasks: int, batch: int, goal: float, folder: str) -> Claim:
+    """Compare one joint step with one step of each separate LoRA."""
+    trainers = {str(number): one for number, one in enumerate(lora_trainers(tasks, batch, folder))}
+    with ExitStack() as stack:
+        ours = stack.enter_context(stepping({OURS: joint_trainer(tasks, batch, folder)}))[OURS]
+        theirs = stack.enter_context(stepping(trainers))
+
+        def peer() -> None:
+            for one in theirs.values():
+                one()
+
+        times = run.interleave({OURS: ours, PEER: peer}, rounds=24, quick_rounds=8, warm_up=2, clock=time.perf_counter)
+    rows = tasks * batch
+    rates = ", ".join(f"{name} {rows / times.median(name):.1f} samples/s" for name in (OURS, PEER))
+    return ratio_claim(f"k={tasks}, batch={batch}, step", times.ratio(OURS, PEER), goal, f"{rates}; {times}")
+
+
+def memory(folder: str) -> Claim:
+    """Compare the peak memory of a short training on eight tasks."""
+    ours, peer = peak_memory(partial(_train_joint, folder)), peak_memory(partial(_train_separate, folder))
+    return Claim(
+        name="k=8, batch=4, memory",
+        value=ours.total / peer.total,
+        goal=MEMORY_GOAL,
+        detail=f"{OURS} {ours}, {PEER} {peer}",
+    )
+
+
+def _train_joint(folder: str) -> None:
+    calm()
+    joint_trainer(8, 4, folder, max_steps=3).train()
+
+
+def _train_separate(folder: str) -> None:
+    calm()
+    for one in lora_trainers(8, 4, folder, max_steps=3):
+        one.train()
+
+
+def stored(folder: str) -> Claim:
+    """Compare what eight tasks take on disk, heads aside."""
+    ours, theirs = Path(folder) / "ours", [Path(folder) / f"peer{number}" for number in range(8)]
+    joint_trainer(8, 4, folder).save_model(str(ours))
+    for one, path in zip(lora_trainers(8, 4, folder), theirs, strict=True):
+        one.model.save_pretrained(path)  # type: ignore[union-attr]
+    ratio = _bytes(ours) / sum(_bytes(path) for path in theirs)
+    files = sum((path / "adapter_model.safetensors").stat().st_size for path in theirs)
+    whole = (ours / "adapter_model.safetensors").stat().st_size
+    return Claim(
+        name="k=8, bytes on disk",
+        value=ratio,
+        goal=BYTES_GOAL,
+        detail=f"whole files: {whole:,} against {files:,} bytes",
+    )
+
+
+def _bytes(folder: Path) -> int:
+    state = load_file(folder / "adapter_model.safetensors")
+    return sum(value.numel() * value.element_size() for name, value in state.items() if "lora_" in name)
+
+
+def inference(run: Run, folder: str) -> Claim:
+    """Compare a mixed batch of eight tasks, four rows each."""
+    found = data(8)
+    encoded = encode_jointly(found, _processor(), Mixing())
+    rows = [encoded.train[sum(encoded.train.sizes[:task]) + row] for task in range(8) for row in range(4)]  # type: ignore[union-attr]
+    batch = dict(encoded.data_collator(rows))
+    batch.pop("labels")
+    task_ids = batch.pop("task_ids")
+    trainer: Any = joint_trainer(8, 4, folder)
+    ours = trainer.model.eval()
+    peer = get_peft_model(_base(found[0].task), LoraConfig(r=RANK, target_modules=["query", "value"]), adapter_name="0")
+    for number in range(1, 8):
+        peer.add_adapter(str(number), LoraConfig(r=RANK, target_modules=["query", "value"]))
+    names = [str(number) for number in task_ids.tolist()]
+    peer.eval()
+    with torch.inference_mode():
+        times = run.interleave(
+            {OURS: lambda: ours(**batch, task_ids=task_ids), PEER: lambda: peer(**batch, adapter_names=names)},
+            rounds=60,
+            quick_rounds=12,
+            clock=time.perf_counter,
+        )
+    return ratio_claim("k=8, mixed inference", times.ratio(OURS, PEER), INFERENCE_GOAL, times)
+
+
+if __name__ == "__main__":
+    sys.exit(main(claims, __doc__ or ""))

@@ -1,0 +1,306 @@
+"""Multi-LoRA as a PEFT method: ``get_peft_model(model, MultiLoraConfig(tasks=...))`` works without a Trainer of tunery.
+
+PEFT has no public way to register a method from outside; a plain string key in its tables is all it looks up. One
+adapter holds all tasks: A once, B_i and head_i per task, in one ``adapter_model.safetensors``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
+from peft.tuners.tuners_utils import BaseTuner
+from torch import nn
+from transformers.utils.generic import ModelOutput
+
+from ....registry.context import Task, TaskKind
+from ....registry.errors import CompatibilityError, DataError
+from .config import PEFT_TYPE, MultiLoraConfig
+from .heads import TaskHeads, fresh_heads
+from .layers import ADAPTABLE, MultiLoraLayer, features
+from .losses import task_losses
+from .routing import Router
+
+
+@dataclass
+class JointOutput(ModelOutput):
+    """What a model of several tasks returns where it was given labels.
+
+    Attributes:
+        loss: the sum of the tasks' mean losses.
+        logits: shape (rows, widest label space), or (rows, positions, vocabulary).
+        task_losses: each task's mean loss over its own rows, shape (tasks,), 0 without a row; while training only.
+        past_key_values, hidden_states, attentions: the base model's.
+    """
+
+    loss: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+    task_losses: torch.Tensor | None = None
+    past_key_values: Any = None
+    hidden_states: Any = None
+    attentions: Any = None
+
+
+class MultiLoraModel(BaseTuner):
+    """The tuner: adapts modules, gives every task its head, sends rows their way and computes the tasks' losses.
+
+    The base model is called with ``task_ids``, integers of shape (rows,), beside its usual inputs, or :meth:`set_task`
+    or :meth:`task` chose a task for all rows. With ``labels``, ``outputs.loss`` is the sum of the tasks' mean losses;
+    while training, ``outputs.task_losses`` holds them one by one, shape (tasks,).
+    """
+
+    prefix = "lora_"
+    tuner_layer_cls = MultiLoraLayer
+    target_module_mapping: dict[str, list[str]] = {}  # noqa: RUF012  # PEFT's own declaration
+
+    router: Router
+
+    # ---- building
+
+    def _pre_injection_hook(self, model: nn.Module, config: Any, adapter_name: str) -> None:
+        self.tasks = config.parsed()
+        self.router = Router([task.name for task in self.tasks])
+        self._labels: torch.Tensor | None = None
+        kinds = {task.kind.is_language_modelling for task in self.tasks}
+        if len(kinds) > 1:
+            raise CompatibilityError(
+                "language modelling and other tasks in one model", remedy="train them in two runs: their heads differ"
+            )
+
+    def _check_new_adapter_config(self, config: Any) -> None:
+        if len(self.peft_config) > 1:
+            raise CompatibilityError("a second Multi-LoRA adapter in one model", remedy="add a task to the first one")
+
+    def _prepare_adapter_config(self, peft_config: Any, model_config: Any) -> Any:
+        if not peft_config.target_modules:
+            raise CompatibilityError("MultiLoraConfig without target_modules", known=adaptable(self.model))
+        return peft_config
+
+    def _create_and_replace(
+        self,
+        peft_config: Any,
+        adapter_name: str,
+        target: nn.Module,
+        target_name: str,
+        parent: nn.Module,
+        current_key: str,
+        parameter_name: str | None = None,
+    ) -> None:
+        if not isinstance(target, ADAPTABLE):
+            raise CompatibilityError(
+                f"multi_lora cannot adapt {current_key!r}, a {type(target).__name__}", known=adaptable(self.model)
+            )
+        if peft_config.r > min(features(target)):
+            raise CompatibilityError(
+                f"r={peft_config.r} is more than module {current_key!r} has: {min(features(target))}",
+                remedy="choose a smaller r",
+            )
+        adapted = MultiLoraLayer(
+            target,
+            current_key,
+            self.router,
+            r=peft_config.r,
+            alpha=peft_config.lora_alpha,
+            dropout=peft_config.lora_dropout,
+            gaussian=peft_config.init == "gaussian",
+            frozen=peft_config.frozen,
+            trains={entry["name"]: not entry.get("frozen") for entry in peft_config.tasks},
+        )
+        setattr(parent, target_name, adapted)
+
+    def _post_injection_hook(self, model: nn.Module, config: Any, adapter_name: str) -> None:
+        heads = [] if self.tasks[0].kind.is_language_modelling else config.heads or outside_backbone(model)
+        if not heads and not self.tasks[0].kind.is_language_modelling:
+            raise CompatibilityError(
+                f"{type(model).__name__} has no head to give the tasks", remedy="load it with a classification head"
+            )
+        # PEFT writes sets and tuples in any order, and the file should say what was chosen.
+        config.heads = list(heads) or None
+        wrappers = {name: TaskHeads(model.get_submodule(name), name, self.router) for name in heads}
+        for index, (task, entry) in enumerate(zip(self.tasks, config.tasks, strict=True)):
+            for name, head in (fresh_heads(model, heads, task.num_labels, index == 0) if heads else {}).items():
+                wrappers[name].put(task.name, head, trains=not entry.get("frozen"))
+        for name, wrapper in wrappers.items():
+            wrapper.base_layer.requires_grad_(False)
+            model.set_submodule(name, wrapper)
+            if config.inference_mode:
+                wrapper.set_adapter(adapter_name, inference_mode=True)
+        self._hooks = [
+            model.register_forward_pre_hook(self._before, with_kwargs=True),
+            model.register_forward_hook(self._after),
+        ]
+
+    # ---- a forward pass
+
+    def _before(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        task_ids = kwargs.pop("task_ids", None)
+        if len(self.tasks) == 1 and task_ids is None:
+            self.router.groups = None  # one task: the base model's own loss is the task's
+            return args, kwargs
+        self._labels = kwargs.pop("labels", None)
+        batch = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        self.router.route(task_ids, len(batch))
+        return args, kwargs
+
+    def _after(self, module: nn.Module, _args: Any, output: Any) -> Any:
+        labels, self._labels = self._labels, None
+        if labels is None:
+            return output
+        assert self.router.groups is not None
+        found = task_losses(output.logits, labels, self.tasks, self.router.groups)
+        zero = torch.zeros_like(next(iter(found.values())))
+        losses = torch.stack([found.get(number, zero) for number in range(len(self.tasks))])
+        total = losses.sum()
+        if module.training and not total.requires_grad:  # no row of a task that trains
+            total = total + torch.zeros_like(total, requires_grad=True)
+            losses = losses + total * 0
+        kept = {name: output.get(name) for name in ("past_key_values", "hidden_states", "attentions")}
+        return JointOutput(loss=total, logits=output.logits, task_losses=losses if module.training else None, **kept)
+
+    # ---- choosing, adding, dropping tasks
+
+    @property
+    def _config(self) -> MultiLoraConfig:
+        (config,) = self.peft_config.values()
+        assert isinstance(config, MultiLoraConfig)
+        return config
+
+    def set_task(self, name: str | None) -> None:
+        """Choose the task of rows that come without ``task_ids``; ``None`` for none.
+
+        Raises:
+            DataError: there is no such task.
+        """
+        if name is not None:
+            self.router.number(name)
+        self.router.active = name
+
+    @contextmanager
+    def task(self, name: str) -> Iterator[None]:
+        """Inside, rows that come without ``task_ids`` belong to task ``name``.
+
+        Raises:
+            DataError: there is no such task.
+        """
+        before = self.router.active
+        self.set_task(name)
+        try:
+            yield
+        finally:
+            self.router.active = before
+
+    def keep_tasks(self, names: Mapping[str, str]) -> None:
+        """Keep these tasks, in this order, under these new names, and forget the others.
+
+        Raises:
+            DataError: an unknown task, none at all, or two of one new name.
+        """
+        numbers = [self.router.number(name) for name in names]
+        config = self._config
+        entries = [{**config.tasks[number], "name": new} for number, new in zip(numbers, names.values(), strict=True)]
+        type(config)(**{**config.to_dict(), "tasks": entries})  # refuses what cannot be
+        for module in self.model.modules():
+            if isinstance(module, MultiLoraLayer):
+                own = module.per_task
+                kept = {new: (own.of(old), old in own._parameters) for old, new in names.items()}
+                for old in self.router.tasks:
+                    own.drop(old)
+                for new, (value, trains) in kept.items():
+                    own.put(new, value.detach(), trains)
+            elif isinstance(module, TaskHeads):
+                heads = {new: module.heads[old] for old, new in names.items()}
+                module.heads.clear()
+                module.heads.update(heads)
+        config.tasks = entries
+        self.tasks = config.parsed()
+        active = self.router.active
+        self.router.tasks[:] = [task.name for task in self.tasks]
+        self.router.active = names.get(active or "") or (self.router.tasks[0] if len(self.tasks) == 1 else None)
+        self.router.groups = None
+
+    def parameter_counts(self) -> dict[str, int]:
+        """Count numbers four ways.
+
+        Returns:
+            ``trains``: with a gradient; ``stored``: in the adapter's file, A and heads included; ``paper``: A + k B, as the
+            paper's tables count; ``loras``: what k separate LoRAs of this rank hold, k (A + B).
+        """
+        layers = [module for module in self.model.modules() if isinstance(module, MultiLoraLayer)]
+        heads = [module for module in self.model.modules() if isinstance(module, TaskHeads)]
+        shared = sum(layer.shared.numel() for layer in layers)
+        own = sum(tensor.numel() for layer in layers for tensor in layer.per_task.state_dict().values())
+        of_heads = sum(tensor.numel() for head in heads for tensor in head.heads.state_dict().values())
+        return {
+            "trains": sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad),
+            "stored": shared + own + of_heads,
+            "paper": shared + own,
+            "loras": len(self.tasks) * shared + own,
+        }
+
+    # ---- leaving
+
+    def plain(self, name: str, merge: bool) -> Any:
+        """Take the adapter off and return the base model with one task's head, ``merge``d with its update or not.
+
+        Raises:
+            DataError: there is no such task.
+        """
+        task = self.tasks[self.router.number(name)]
+        for path, module in list(self.model.named_modules()):
+            if isinstance(module, MultiLoraLayer | TaskHeads):
+                self.model.set_submodule(path, module.plain(name, merge))
+        for hook in self._hooks:
+            hook.remove()
+        if hasattr(self.model, "peft_config"):
+            del self.model.peft_config
+        give_labels(self.model.config, task)
+        return self.model
+
+    def _unload_and_optionally_merge(self, merge: bool = True, *_args: Any, **_kwargs: Any) -> Any:
+        if self.router.active is None:
+            raise DataError("which task's model?", known=self.router.tasks, remedy="choose one with set_task")
+        return self.plain(self.router.active, merge)
+
+    @classmethod
+    def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:
+        return key  # one adapter, whose name is in no key; a task may be called what PEFT calls adapters
+
+
+def give_labels(config: Any, task: Task) -> None:
+    """Write a task's labels into the config of a model that has its head now."""
+    if task.kind.is_language_modelling:
+        return
+    names = task.label_names or ("LABEL_0",)
+    config.id2label = dict(enumerate(names))
+    config.label2id = {name: index for index, name in enumerate(names)}
+    config.problem_type = "regression" if task.kind is TaskKind.REGRESSION else "single_label_classification"
+
+
+def adaptable(model: nn.Module) -> list[str]:
+    """Return the last parts of the names of the modules that can be adapted."""
+    return sorted({name.rsplit(".", 1)[-1] for name, part in model.named_modules() if isinstance(part, ADAPTABLE)})
+
+
+def outside_backbone(model: Any) -> list[str]:
+    """Return the children of a transformers model, other than its backbone, that have parameters."""
+    backbone = getattr(model, "base_model_prefix", "")
+    if not isinstance(getattr(model, backbone, None), nn.Module):
+        return []  # the model is the backbone
+    return [
+        name for name, child in model.named_children() if name != backbone and any(True for _ in child.parameters())
+    ]
+
+
+def of(model: Any) -> MultiLoraModel:
+    """Return the tuner of a ``PeftModel`` that was made with :class:`MultiLoraConfig`."""
+    tuner = model.base_model
+    assert isinstance(tuner, MultiLoraModel)
+    return tuner
+
+
+PEFT_TYPE_TO_TUNER_MAPPING[PEFT_TYPE] = MultiLoraModel  # type: ignore[index]
+PEFT_TYPE_TO_PREFIX_MAPPING[PEFT_TYPE] = MultiLoraModel.prefix  # type: ignore[index]

@@ -1,0 +1,413 @@
+"""Multi-LoRA: tasks that train together as if alone, leave as plain LoRAs, come later, and are told apart in one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import PeftModel, get_peft_model
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn import functional
+
+import tunery
+from tunery.core.recipe import choose
+from tunery.plugins.strategies.multi_lora import MultiLoraConfig
+from tunery.plugins.strategies.multi_lora.layers import MultiLoraLayer
+from tunery.plugins.strategies.multi_lora.routing import Router
+from tunery.registry.conformance.models import MODELS, base_model
+from tunery.registry.conformance.trials import Trial
+from tunery.registry.conformance.workers import STAGES
+from tunery.registry.errors import ArtifactError, CompatibilityError, DataError, TuneryError
+
+TASKS = [
+    {"name": "cola", "num_labels": 2},
+    {"name": "stsb", "kind": "regression"},
+    {"name": "trec", "num_labels": 3},
+]
+ROWS = 6  # of each task
+TARGETS = {"bert": ["query", "value"], "gpt2": ["c_attn"], "vit": ["q_proj", "v_proj"], "roberta": ["query", "value"]}
+SIZES: dict[str, Any] = {
+    "bert": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32},
+    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32},
+}
+SIZES["roberta"] = {**SIZES["bert"], "max_position_embeddings": 40}
+QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def classifier(kind: str = "bert", **config: Any) -> Any:
+    """Make a tiny classifier without dropout; weights spread enough for gradients that matter."""
+    quiet = QUIET if kind != "gpt2" else {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
+    made = transformers.AutoConfig.for_model(
+        kind, vocab_size=61, num_labels=2, initializer_range=0.2, pad_token_id=0, **SIZES[kind], **quiet, **config
+    )
+    torch.manual_seed(0)
+    return transformers.AutoModelForSequenceClassification.from_config(made)
+
+
+def adapted(kind: str = "bert", tasks: Any = TASKS, **options: Any) -> Any:
+    """Make a tiny model with Multi-LoRA, in float64, every B away from 0 unless ``fresh``."""
+    fresh = options.pop("fresh", False)
+    model = get_peft_model(
+        classifier(kind), MultiLoraConfig(**{"tasks": tasks, "target_modules": TARGETS[kind], "r": 4, **options})
+    ).double()
+    generator = torch.Generator().manual_seed(1)
+    for name, value in model.named_parameters():
+        if value.requires_grad and "lora_" in name and not fresh:
+            value.data = torch.randn(value.shape, generator=generator, dtype=value.dtype) * 0.2
+    return model
+
+
+def batch_of(task: int, step: int, rows: int = ROWS) -> dict[str, torch.Tensor]:
+    """The rows one task gives to one step, always as long, so that a joint batch pads nothing more."""
+    generator = torch.Generator().manual_seed(1000 * step + task)
+    ids = torch.randint(1, 61, (rows, 7), generator=generator)
+    labels = (
+        torch.rand(rows, generator=generator)
+        if task == 1
+        else torch.randint(2 + task // 2, (rows,), generator=generator)
+    )
+    return {"input_ids": ids, "labels": labels.double(), "task_ids": torch.full((rows,), task)}
+
+
+def mixed(step: int, shuffle: bool = False) -> dict[str, torch.Tensor]:
+    """All tasks' rows of one step in one batch."""
+    parts = [batch_of(task, step) for task in range(len(TASKS))]
+    joined = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+    order = torch.randperm(len(joined["labels"]), generator=torch.Generator().manual_seed(step)) if shuffle else ...
+    return {key: value[order] for key, value in joined.items()}
+
+
+def trained(model: Any, batches: Iterator[dict[str, torch.Tensor]], clip: bool = False) -> dict[str, torch.Tensor]:
+    """Train with AdamW, weight decay on, and return every weight."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1)
+    model.train()
+    strategy = choose("multi_lora").strategy if clip else None
+    for batch in batches:
+        model(**batch).loss.backward()
+        for group in strategy.gradient_groups(model, None) if strategy else ():
+            nn.utils.clip_grad_norm_(group, 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_two_tasks_on_one_a_by_hand() -> None:
+    """A=[[1,2]], B1=[1,0], B2=[0,1], alpha/r=2, x=(1,1): W0 x plus (6,0) and plus (0,6)."""
+    base = nn.Linear(2, 2, bias=False)
+    router = Router(["one", "two"])
+    layer = MultiLoraLayer(
+        base, "it", router, r=1, alpha=2, dropout=0.0, gaussian=False, frozen="a", trains={"one": True, "two": True}
+    )
+    layer.lora_A.copy_(torch.tensor([[1.0, 2.0]]))
+    layer.per_task.put("one", torch.tensor([[1.0], [0.0]]), trains=True)
+    layer.per_task.put("two", torch.tensor([[0.0], [1.0]]), trains=True)
+    x = torch.ones(3, 1, 2)
+    router.route(torch.tensor([1, 0, 1]), 3)
+    update = (layer(x) - base(x))[:, 0]
+    torch.testing.assert_close(update, torch.tensor([[0.0, 6.0], [6.0, 0.0], [0.0, 6.0]]))
+
+
+@pytest.mark.parametrize("clip", [False, True], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize(("kind", "frozen"), [("bert", "a"), ("roberta", "a"), ("gpt2", "a"), ("bert", "b")])
+def test_joint_training_is_training_each_task_alone(kind: str, frozen: str, clip: bool) -> None:
+    """After 50 steps every B_i and head_i is what the task alone, on the same rows, arrives at (paper, claim 4.2)."""
+    steps = 50 if (kind, frozen) == ("bert", "a") else 10
+    start = adapted(kind, frozen=frozen)
+    joint = trained(adapted(kind, frozen=frozen), (mixed(step, shuffle=True) for step in range(steps)), clip)
+    for number, task in enumerate(TASKS):
+        alone = adapted(kind, frozen=frozen)
+        alone.load_state_dict(start.state_dict())
+        weights = trained(alone, (batch_of(number, step) for step in range(steps)), clip)
+        own = [name for name in weights if f".{task['name']}" in name]
+        assert len(own) >= (5 if kind != "gpt2" else 3)
+        for name in own:
+            assert not torch.equal(weights[name], start.state_dict()[name]), name
+            torch.testing.assert_close(joint[name], weights[name], rtol=0, atol=1e-6)
+
+
+def test_float32_says_how_far_apart_rounding_drives_them() -> None:
+    """The same in float32 stays within 2e-4 after 50 steps of AdamW, which divides small gradients by themselves."""
+    joint = trained(adapted().float(), ({**mixed(s), "labels": mixed(s)["labels"].float()} for s in range(50)))
+    rows = ({**batch_of(0, s), "labels": batch_of(0, s)["labels"].float()} for s in range(50))
+    alone = trained(adapted().float(), rows)
+    own = [name for name in alone if ".cola" in name]
+    assert max((joint[name] - alone[name]).abs().max() for name in own) < 2e-4
+
+
+def test_step_of_one_task_leaves_the_others_and_a_alone() -> None:
+    """Not a bit of another task's moves, momentum and weight decay notwithstanding; A never does."""
+    model = adapted()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1)
+    model.train()(**mixed(0)).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model(**batch_of(2, 1)).loss.backward()
+    optimizer.step()
+    moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert moved == {name for name, p in model.named_parameters() if p.requires_grad and ".trec" in name}
+
+
+@pytest.mark.parametrize("frozen", ["a", "b"])
+@pytest.mark.parametrize("stage", [stage for stage in STAGES if stage in ("ddp", "zero2", "zero3")])
+def test_task_does_not_notice_whether_others_train(stage: str, frozen: str) -> None:
+    """On two processes too: with the other tasks frozen, a task's B and head end the same, and the shared factor stays."""
+    trial = Trial(
+        strategy=f"multi_lora:r=4,frozen={frozen}", tasks=3, batch=12, rows=36, steps=50, options={"max_grad_norm": 0.0}
+    )
+    joint = trial.run(stage).weights
+    alone = trial.but(strategy={"name": "multi_lora", "r": 4, "frozen": frozen, "tasks": ["task1"]}).run(stage).weights
+    assert joint.keys() == alone.keys()
+    for name in joint:
+        if ".task1" in name:
+            torch.testing.assert_close(joint[name], alone[name], rtol=0, atol=1e-6)
+        elif ".task" not in name:
+            assert torch.equal(joint[name], alone[name]), name
+
+
+def test_counts_are_the_papers() -> None:
+    """RoBERTa-base, query and value, r=8, k=8: A + 8 B is 1,327,104, 56.25 % of eight LoRAs' 2,359,296."""
+    with torch.device("meta"):
+        base = transformers.RobertaForSequenceClassification(transformers.RobertaConfig(num_labels=2))
+        tasks = [{"name": f"t{number}", "num_labels": 2} for number in range(8)]
+        model = get_peft_model(base, MultiLoraConfig(tasks=tasks, target_modules=["query", "value"], r=8))
+    counts = model.base_model.parameter_counts()
+    assert counts["paper"] == 1_327_104
+    assert counts["loras"] == 2_359_296
+    heads = 8 * (768 * 768 + 768 + 768 * 2 + 2)
+    assert counts["trains"] == 1_327_104 - 12 * 2 * 8 * 768 + heads
+    assert counts["stored"] == 1_327_104 + heads
+
+
+def test_mixed_batch_answers_each_row_as_its_task_does() -> None:
+    """Inference on a mixed batch, the context manager, and a merged model say the same."""
+    model = adapted().eval()
+    batch = mixed(3, shuffle=True)
+    task_ids, ids = batch["task_ids"], batch["input_ids"]
+    together = model(input_ids=ids, task_ids=task_ids).logits
+    for number, task in enumerate(TASKS):
+        rows = task_ids == number
+        with model.task(task["name"]):
+            alone = model(input_ids=ids[rows]).logits
+        torch.testing.assert_close(together[rows][:, : alone.shape[1]], alone, rtol=0, atol=1e-12)
+        assert torch.isneginf(together[rows][:, alone.shape[1] :]).all()
+    model.set_task("trec")
+    merged = model.merge_and_unload()
+    assert isinstance(merged.classifier, nn.Linear)
+    assert merged.config.num_labels == 3
+    torch.testing.assert_close(merged(input_ids=ids[task_ids == 2]).logits, together[task_ids == 2], rtol=0, atol=1e-12)
+
+
+def test_beams_keep_their_task() -> None:
+    """Beam search repeats rows: each goes on with its own task's update, as the merged model generates."""
+    tiny = MODELS["gpt2_causal_lm"]
+    tasks = [{"name": "e2e", "kind": "causal_lm"}, {"name": "dart", "kind": "causal_lm"}]
+
+    def make() -> Any:
+        base = tiny.load(base_model("gpt2_causal_lm", dropout=False))
+        torch.manual_seed(0)
+        made = get_peft_model(base, MultiLoraConfig(tasks=tasks, target_modules=["c_attn"], r=4)).eval()
+        for name, value in made.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(value, std=0.5)
+        return made
+
+    ids = torch.tensor([[5, 6, 7], [9, 3, 2]])
+    settings = {
+        "num_beams": 3,
+        "max_new_tokens": 5,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "attention_mask": torch.ones_like(ids),
+    }
+    found = []
+    for task in ("e2e", "dart"):
+        model = make()
+        with model.task(task):
+            found.append(model.generate(input_ids=ids, **settings))
+        model = make()
+        model.set_task(task)
+        assert torch.equal(found[-1], model.merge_and_unload().generate(input_ids=ids, **settings))
+    assert not torch.equal(*found)
+
+
+def test_saved_adapter_loads_with_peft(tmp_path: Path) -> None:
+    """One safetensors file: A once, B and head a task; PEFT's own loader gives the same bits."""
+    model = adapted().float().eval()
+    model.save_pretrained(tmp_path / "adapter")
+    state = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert sum(key.endswith("lora_A") for key in state) == 4
+    assert sum(".lora_B." in key for key in state) == 4 * len(TASKS)
+    loaded = PeftModel.from_pretrained(classifier(), tmp_path / "adapter").eval()
+    batch = mixed(0)
+    answers = [m(input_ids=batch["input_ids"], task_ids=batch["task_ids"]).logits for m in (model, loaded)]
+    assert torch.equal(*answers)
+    assert not any(parameter.requires_grad for parameter in loaded.parameters())
+
+
+# ---- tasks that come later, go, or change their names
+
+
+@pytest.fixture(scope="module")
+def finished() -> Path:
+    """A finished run on three tasks."""
+    trial = Trial(strategy="multi_lora:r=4", tasks=3, batch=12, rows=36, options={"max_grad_norm": 0.0})
+    return trial.run().folder
+
+
+def files_of(folder: Path, task: str, target: Path) -> dict[str, bytes]:
+    """What a task's export consists of."""
+    exported = tunery.export_run(folder, target, task=task)
+    return {
+        p.name: p.read_bytes() for p in exported.iterdir() if p.suffix == ".safetensors" or p.stem == "adapter_config"
+    }
+
+
+@pytest.mark.parametrize("stage", ["one", *(stage for stage in STAGES if stage == "zero3")])
+def test_added_task_leaves_the_others_files_as_they_are(stage: str, finished: Path, tmp_path: Path) -> None:
+    """Byte for byte, exports of the earlier tasks before and after; the new one is there and has trained."""
+    trial = Trial(
+        strategy={"name": "multi_lora", "r": 4, "add_to": str(finished)},
+        rows=36,
+        batch=12,
+        options={"max_grad_norm": 0.0},
+    )
+    after = trial.run(stage).folder
+    before, now = (load_file(folder / "adapter_model.safetensors") for folder in (finished, after))
+    assert all(torch.equal(now[key], before[key]) for key in before)
+    added = {key for key in now if key not in before}
+    assert added and all(".task" in key and ".task0" not in key for key in added)
+    assert all(now[key].any() for key in added if "lora_B" in key)
+    for task in ("task0", "task1", "task2"):
+        old = files_of(finished, task, tmp_path / f"old-{task}")
+        assert files_of(after, task, tmp_path / f"new-{task}") == old
+
+
+def test_dropped_and_renamed_tasks(finished: Path, tmp_path: Path) -> None:
+    """What stays answers the same, under its new name and number, and its exports are the same bytes."""
+    kept = tunery.keep_tasks(finished, tmp_path / "kept", {"task2": "two", "task0": "zero"})
+    state = load_file(kept / "adapter_model.safetensors")
+    assert not any("task" in key for key in state)
+    assert [task.name for task in tunery.load_run(kept).run.tasks] == ["two", "zero"]
+    for old, new in (("task2", "two"), ("task0", "zero")):
+        assert files_of(kept, new, tmp_path / new) == files_of(finished, old, tmp_path / old)
+
+
+# ---- what cannot be
+
+
+@pytest.mark.parametrize(
+    ("tasks", "options", "words"),
+    [
+        ([], {}, "without a task"),
+        ([{"name": "a", "num_labels": 2}] * 2, {}, "two tasks are called 'a'"),
+        ([{"name": "a", "num_labels": 1}], {}, "1 labels"),
+        ([{"name": "a.b", "num_labels": 2}], {}, "task name 'a.b'"),
+        ([{"name": "forward", "num_labels": 2}], {}, "task name 'forward'"),
+        ([{"name": "a", "kind": "translation"}], {}, "kind 'translation'"),
+        (TASKS, {"r": 17}, "r=17 is more than"),
+        (TASKS, {"r": 0}, "r=0"),
+        (TASKS, {"target_modules": ["LayerNorm"]}, "cannot adapt"),
+        (TASKS, {"target_modules": None}, "without target_modules"),
+        (TASKS, {"task_type": "SEQ_CLS"}, "task_type"),
+        ([*TASKS, {"name": "e2e", "kind": "causal_lm"}], {}, "language modelling and other tasks"),
+    ],
+)
+def test_bad_configuration_is_one_line(tasks: Any, options: dict[str, Any], words: str) -> None:
+    """Said before anything is trained."""
+    with pytest.raises(TuneryError, match=words) as error:
+        adapted(tasks=tasks, **options)
+    assert "\n" not in str(error.value)
+
+
+def test_module_that_cannot_be_adapted_is_refused_with_those_that_can() -> None:
+    """The list of what could be."""
+    with pytest.raises(CompatibilityError, match="dense, key, query, value"):
+        adapted(target_modules=["word_embeddings"])
+
+
+def test_model_without_a_head_is_refused() -> None:
+    """Nothing to give the tasks."""
+    base = transformers.BertModel(classifier().config)
+    with pytest.raises(CompatibilityError, match="BertModel has no head"):
+        get_peft_model(base, MultiLoraConfig(tasks=TASKS, target_modules=["query"]))
+
+
+@pytest.mark.parametrize(
+    ("task_ids", "words"), [(None, "without task_ids"), ([0, 3], "task id 3"), ([0, -1], "task id -1")]
+)
+def test_rows_without_a_known_task_are_refused(task_ids: list[int] | None, words: str) -> None:
+    """Which tasks there are is part of the line."""
+    ids = None if task_ids is None else torch.tensor(task_ids)
+    with pytest.raises(DataError, match=rf"{words}.*known: .*cola"):
+        adapted()(input_ids=torch.ones(2, 4, dtype=torch.long), task_ids=ids)
+
+
+def test_unknown_task_is_refused() -> None:
+    """By every way of choosing one."""
+    with pytest.raises(DataError, match="no task 'mnli'; known: cola, stsb, trec"):
+        adapted().set_task("mnli")
+
+
+@pytest.mark.parametrize(
+    ("selection", "words"),
+    [
+        ({"tasks": ["mnli"]}, "tasks='mnli' is none of the run's"),
+        ({"add_to": "nowhere"}, "holds no adapter"),
+        ({"add_to": "FINISHED", "r": 2}, "was trained with r=4, not 2"),
+    ],
+)
+def test_bad_selection_is_one_line(selection: dict[str, Any], words: str, finished: Path, tmp_path: Path) -> None:
+    """Before anything is trained or written."""
+    if selection.get("add_to") == "FINISHED":
+        selection = {**selection, "add_to": str(finished)}
+    with pytest.raises((DataError, ArtifactError), match=words):
+        Trial(strategy={"name": "multi_lora", "r": 4, **selection}).trainer(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_export_asks_which_task(finished: Path, tmp_path: Path) -> None:
+    """Several tasks leave one by one."""
+    with pytest.raises(CompatibilityError, match=r"known: task0, task1, task2.*--task"):
+        tunery.export_run(finished, tmp_path / "out")
+    with pytest.raises(ArtifactError, match="no task 'task9'"):
+        tunery.export_run(finished, tmp_path / "out", task="task9")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1"),
+        ({"max_grad_norm": 1.0, "deepspeed": "zero2"}, "clips"),
+    ],
+)
+def test_arguments_that_would_mix_the_tasks_are_refused(options: dict[str, Any], words: str, tmp_path: Path) -> None:
+    """What is not computed task by task is not computed at all."""
+    if "deepspeed" in options and "zero2" not in STAGES:
+        pytest.skip("DeepSpeed does not run on this platform")
+    where = options.pop("deepspeed", "one")
+    trial = Trial(strategy="multi_lora:r=4", tasks=3, batch=12, rows=36, options=options)
+    with pytest.raises(CompatibilityError, match=words):
+        trial.run(where)
+
+
+def test_losses_of_mixed_batch_are_the_formulas() -> None:
+    """Cross-entropy by each classifier's own labels, squared error for the regression, summed."""
+    model = adapted().train()
+    batch = mixed(0)
+    output = model(**batch)
+    logits, labels = output.logits, batch["labels"]
+    expected = [
+        functional.cross_entropy(logits[:6, :2], labels[:6].long()),
+        ((logits[6:12, 0] - labels[6:12]) ** 2).mean(),
+        functional.cross_entropy(logits[12:], labels[12:].long()),
+    ]
+    torch.testing.assert_close(output.task_losses, torch.stack(expected), rtol=0, atol=1e-12)
+    torch.testing.assert_close(output.loss, sum(expected), rtol=0, atol=1e-12)
+    assert model.eval()(**batch).task_losses is None
