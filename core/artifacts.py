@@ -293,7 +293,8 @@ def _load_full(model: nn.Module, folder: Path) -> None:
     for file in files:
         state.update(_read(file))
     missing, unexpected = load_full_state(model, state)
-    misfits = sorted(missing.difference(getattr(model, "all_tied_weights_keys", None) or ())) or sorted(unexpected)
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    misfits = [key for key in missing if key not in tied] or unexpected
     if misfits:
         raise ArtifactError(f"the weights in {folder} do not fit {type(model).__name__}: {misfits[0]!r}")
 

@@ -132,7 +132,7 @@ def full_state_dict(model: nn.Module, only_trainable: bool = False) -> dict[str,
     return state
 
 
-def load_full_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> tuple[set[str], set[str]]:
+def load_full_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> tuple[list[str], list[str]]:
     """Load full tensors, also into a model that is sharded: one parameter is gathered at a time, rank 0's file counts.
 
     Returns:
@@ -144,7 +144,7 @@ def load_full_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> tupl
         if name in state:
             with gather([param], modifier_rank=0), torch.no_grad():
                 param.copy_(state[name])
-    return set(result.missing_keys) - state.keys(), set(result.unexpected_keys)
+    return [name for name in result.missing_keys if name not in state], list(result.unexpected_keys)
 
 
 def parameter_counts(model: nn.Module) -> dict[str, int]:
