@@ -94,7 +94,8 @@ class PluginTrainerMixin(WholeCheckpoints):
                 module._weight_conversions = []  # type: ignore[assignment]
         given = self._given_task or infer_task(model)
         context = make_context(model, args, [given] if isinstance(given, Task) else given)
-        self.run = dataclasses.replace(context, stage=self._stage)
+        names = tuple(regularizer.name for regularizer in self.recipe.regularizers)
+        self.run = dataclasses.replace(context, regularizers=names, stage=self._stage)
         self.recipe.check(model, self.run)
         check_joint(self.run, args)
         self._base = describe_base(model, self.run, self._base_reference)

@@ -228,6 +228,7 @@ class RunContext:
         logger: for the plugin's own words.
         activation_checkpointing: whether layers are re-run in the backward pass.
         stage: the stage being trained before the last one; ``None`` for the run itself.
+        regularizers: names of the run's regularizers, which look at one forward pass a micro-batch.
     """
 
     tasks: tuple[Task, ...]
@@ -237,6 +238,7 @@ class RunContext:
     logger: logging.Logger
     activation_checkpointing: bool = False
     stage: Stage | None = None
+    regularizers: tuple[str, ...] = ()
     find_anatomy: Callable[[nn.Module], Anatomy] = field(repr=False)
 
     @property

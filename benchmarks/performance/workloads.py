@@ -106,13 +106,14 @@ def trainer(
         "disable_tqdm": True,
         "dataloader_pin_memory": torch.cuda.is_available(),
     }
+    kwargs: dict[str, Any] = {} if task is None else {"task": task}
     built = cls(
         model=model,
         args=arguments(**defaults | options),
         train_dataset=rows,
         optimizers=(optimizer, None),
         data_collator=data_collator,
-        **({} if task is None else {"task": task}),
+        **kwargs,
     )
     built.remove_callback(transformers.PrinterCallback)
     return built

@@ -104,6 +104,7 @@ class MultiLora(Strategy):
             )
         adapted: nn.Module = get_peft_model(cast(Any, model), cast(Any, config))
         tuner = of(adapted)
+        tuner.split = not run.regularizers  # they look at one forward pass a micro-batch
         tuner.router.everyone = run.sharding.world_size > 1 or run.sharding.zero_stage > 0
         if len(run.tasks) == 1:
             tuner.set_task(run.task.name)

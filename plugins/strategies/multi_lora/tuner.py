@@ -6,15 +6,18 @@ adapter holds all tasks: A once, B_i and head_i per task, in one ``adapter_model
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
+from torch.nn import functional
 from transformers.utils.generic import ModelOutput
 
 from ....registry.context import Task, TaskKind
@@ -23,7 +26,8 @@ from .config import PEFT_TYPE, MultiLoraConfig
 from .heads import TaskHeads, fresh_heads
 from .layers import ADAPTABLE, MultiLoraLayer, features
 from .losses import task_losses
-from .routing import Router
+from .routing import Groups, Router
+from .splitting import pieces
 
 
 @dataclass
@@ -45,12 +49,29 @@ class JointOutput(ModelOutput):
     attentions: Any = None
 
 
+class JointForward:
+    """The ``forward`` of a base model whose rows belong to several tasks; to who asks, it has the base model's signature."""
+
+    def __init__(self, tuner: MultiLoraModel) -> None:
+        self.tuner = tuner
+        self.__signature__ = inspect.signature(tuner.model.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the base model."""
+        return self.tuner.run(*args, **kwargs)
+
+
 class MultiLoraModel(BaseTuner):
     """The tuner: adapts modules, gives every task its head, sends rows their way and computes the tasks' losses.
 
     The base model is called with ``task_ids``, integers of shape (rows,), beside its usual inputs, or :meth:`set_task`
     or :meth:`task` chose a task for all rows. With ``labels``, ``outputs.loss`` is the sum of the tasks' mean losses;
     while training, ``outputs.task_losses`` holds them one by one, shape (tasks,).
+
+    Attributes:
+        tasks: the tasks, in the order of their numbers.
+        router: says which row belongs to which.
+        split: whether a batch of unequal rows may run in pieces where that is faster; outputs then hold logits alone.
     """
 
     prefix = "lora_"
@@ -64,7 +85,7 @@ class MultiLoraModel(BaseTuner):
     def _pre_injection_hook(self, model: nn.Module, config: Any, adapter_name: str) -> None:
         self.tasks = config.parsed()
         self.router = Router([task.name for task in self.tasks])
-        self._labels: torch.Tensor | None = None
+        self.split = True
         kinds = {task.kind.is_language_modelling for task in self.tasks}
         if len(kinds) > 1:
             raise CompatibilityError(
@@ -129,37 +150,60 @@ class MultiLoraModel(BaseTuner):
             model.set_submodule(name, wrapper)
             if config.inference_mode:
                 wrapper.set_adapter(adapter_name, inference_mode=True)
-        self._hooks = [
-            model.register_forward_pre_hook(self._before, with_kwargs=True),
-            model.register_forward_hook(self._after),
-        ]
+        # An attribute of the instance, not a hook: a hook could not run the model in pieces.
+        model.forward = JointForward(self)
 
     # ---- a forward pass
 
-    def _before(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        task_ids = kwargs.pop("task_ids", None)
+    def run(self, *args: Any, task_ids: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        """Run the base model on rows of several tasks; see :class:`MultiLoraModel`."""
+        base = partial(type(self.model).forward, self.model)
         if len(self.tasks) == 1 and task_ids is None:
             self.router.groups = None  # one task: the base model's own loss is the task's
-            return args, kwargs
-        self._labels = kwargs.pop("labels", None)
+            return base(*args, **kwargs)
+        labels = kwargs.pop("labels", None)
         batch = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
-        self.router.route(task_ids, len(batch))
-        return args, kwargs
-
-    def _after(self, module: nn.Module, _args: Any, output: Any) -> Any:
-        labels, self._labels = self._labels, None
+        groups = self.router.route(task_ids, len(batch))
+        found = None if args or task_ids is None else self._in_pieces(base, task_ids, kwargs)
+        output: Any = base(*args, **kwargs) if found is None else JointOutput(logits=found)
         if labels is None:
             return output
-        assert self.router.groups is not None
-        found = task_losses(output.logits, labels, self.tasks, self.router.groups)
-        zero = torch.zeros_like(next(iter(found.values())))
-        losses = torch.stack([found.get(number, zero) for number in range(len(self.tasks))])
+        losses = self._losses(output.logits, labels, groups)
         total = losses.sum()
-        if module.training and not total.requires_grad:  # no row of a task that trains
+        if self.model.training and not total.requires_grad:  # no row of a task that trains
             total = total + torch.zeros_like(total, requires_grad=True)
             losses = losses + total * 0
         kept = {name: output.get(name) for name in ("past_key_values", "hidden_states", "attentions")}
-        return JointOutput(loss=total, logits=output.logits, task_losses=losses if module.training else None, **kept)
+        return JointOutput(
+            loss=total, logits=output.logits, task_losses=losses if self.model.training else None, **kept
+        )
+
+    def _losses(self, logits: torch.Tensor, labels: torch.Tensor, groups: Groups) -> torch.Tensor:
+        found = task_losses(logits, labels, self.tasks, groups)
+        zero = torch.zeros_like(next(iter(found.values())))
+        return torch.stack([found.get(number, zero) for number in range(len(self.tasks))])
+
+    def _in_pieces(self, base: Any, task_ids: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor | None:
+        """Return the logits of a batch that is faster in pieces, ``None`` for one that is not."""
+        mask = inputs.get("attention_mask")
+        if not self.split or self.router.everyone or self.tasks[0].kind.is_language_modelling:
+            return None
+        # Layers that run again in the backward pass would find the rows of the last piece.
+        if any(getattr(module, "gradient_checkpointing", False) for module in self.model.modules()):
+            return None
+        if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+            return None
+        found = pieces(mask)
+        if not found:
+            return None
+        logits = []
+        for piece in found:
+            self.router.route(task_ids.index_select(0, piece.rows), len(piece.rows))
+            logits.append(base(**piece.of(inputs, *mask.shape)).logits)
+        width = max(part.shape[-1] for part in logits)
+        filled = [functional.pad(part, (0, width - part.shape[-1]), value=-torch.inf) for part in logits]
+        order = torch.cat([piece.rows for piece in found])
+        return torch.cat(filled).index_select(0, torch.argsort(order))
 
     # ---- choosing, adding, dropping tasks
 
@@ -253,8 +297,7 @@ class MultiLoraModel(BaseTuner):
         for path, module in list(self.model.named_modules()):
             if isinstance(module, MultiLoraLayer | TaskHeads):
                 self.model.set_submodule(path, module.plain(name, merge))
-        for hook in self._hooks:
-            hook.remove()
+        del self.model.forward
         if hasattr(self.model, "peft_config"):
             del self.model.peft_config
         give_labels(self.model.config, task)
