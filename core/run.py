@@ -237,6 +237,8 @@ def _baseline_of(options: Options, name: str, number: int, data: TaskData) -> di
     if options.data.tasks:
         folder /= data.task.name
         changes |= {**options.data.tasks[number], "tasks": None, "mixing": None, "name": None}
+        share = options.training.per_device_train_batch_size // len(options.data.tasks)
+        changes["per_device_train_batch_size"] = max(1, share)  # what the joint batch holds of a task
     if (folder / RESULT).is_file():  # an interrupted run had finished this baseline
         return dict(json.loads((folder / RESULT).read_text(encoding="utf-8")))
     return train(options.replace(**changes, output_dir=str(folder), resume_from_checkpoint="last"))

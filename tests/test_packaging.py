@@ -49,6 +49,7 @@ PUBLIC = [
     "TuneryError",
     "export_run",
     "hookimpl",
+    "keep_tasks",
     "load_run",
 ]
 

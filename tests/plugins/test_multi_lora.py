@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from hypothesis import given
+from hypothesis import strategies as st
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
@@ -19,6 +22,7 @@ from tunery.core.recipe import choose
 from tunery.plugins.strategies.multi_lora import MultiLoraConfig
 from tunery.plugins.strategies.multi_lora.layers import MultiLoraLayer
 from tunery.plugins.strategies.multi_lora.routing import Router
+from tunery.plugins.strategies.multi_lora.splitting import cheapest_cuts, pieces
 from tunery.registry.conformance.models import MODELS, base_model
 from tunery.registry.conformance.trials import Trial
 from tunery.registry.conformance.workers import STAGES
@@ -411,3 +415,68 @@ def test_losses_of_mixed_batch_are_the_formulas() -> None:
     torch.testing.assert_close(output.task_losses, torch.stack(expected), rtol=0, atol=1e-12)
     torch.testing.assert_close(output.loss, sum(expected), rtol=0, atol=1e-12)
     assert model.eval()(**batch).task_losses is None
+
+
+# ---- a batch in pieces
+
+
+@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=24), overhead=st.integers(0, 200))
+def test_cuts_are_the_cheapest(lengths: list[int], overhead: int) -> None:
+    """Against every way of cutting at multiples of four."""
+    lengths.sort()
+
+    def cost(cuts: list[tuple[int, int]]) -> int:
+        return sum(overhead + (end - start) * lengths[end - 1] for start, end in cuts)
+
+    inner = range(4, len(lengths), 4)
+    ways = [
+        list(pairwise([0, *chosen, len(lengths)]))
+        for count in range(len(inner) + 1)
+        for chosen in combinations(inner, count)
+    ]
+    found = cheapest_cuts(lengths, overhead)
+    assert [end for _, end, _ in found[:-1]] == [start for start, _, _ in found[1:]]
+    assert all(longest == lengths[end - 1] for _, end, longest in found)
+    assert cost([(start, end) for start, end, _ in found]) == min(map(cost, ways))
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "roberta"])
+def test_pieces_answer_as_the_whole_batch(kind: str) -> None:
+    """Logits, losses and gradients of a batch with much padding are those without splitting."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 61, (24, 20), generator=generator)
+    lengths = torch.randint(2, 21, (24,), generator=generator)
+    mask = (torch.arange(20) < lengths[:, None]).long()
+    batch = {
+        "input_ids": ids * mask,
+        "attention_mask": mask,
+        "task_ids": torch.arange(24) % 3,
+        "labels": torch.randint(2, (24,), generator=generator).double(),
+    }
+    assert len(pieces(mask)) > 1
+    found = {}
+    for split in (True, False):
+        model = adapted(kind).train()
+        model.base_model.split = split
+        output = model(**batch)
+        output.loss.backward()
+        found[split] = output, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    torch.testing.assert_close(found[True][0].logits, found[False][0].logits, rtol=0, atol=1e-10)
+    torch.testing.assert_close(found[True][0].task_losses, found[False][0].task_losses, rtol=0, atol=1e-10)
+    assert found[True][1].keys() == found[False][1].keys()
+    for name, gradient in found[True][1].items():
+        torch.testing.assert_close(gradient, found[False][1][name], rtol=0, atol=1e-10)
+
+
+def test_padding_on_the_left_is_kept() -> None:
+    """A row that ends where the batch ends needs all its positions."""
+    mask = torch.zeros(32, 40, dtype=torch.long)
+    mask[:, 30:] = 1
+    assert pieces(mask) == []
+
+
+def test_regularizers_see_one_forward_pass(tmp_path: Path) -> None:
+    """A run with one, or one whose layers run again in the backward pass, does not split."""
+    trial = Trial(strategy="multi_lora:r=4", tasks=3, batch=12, rows=36)
+    assert trial.trainer(tmp_path / "plain").model.base_model.split
+    assert not trial.but(regularizers=("l2_sp",)).trainer(tmp_path / "with").model.base_model.split

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 from ..report import Finding, Run
+from . import counts, softmax_regression, table3
 from . import joint_loss as joint
-from . import softmax_regression, table3
 from .multi_lora import joint_training_gap
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ def findings(run: Run) -> Iterator[Finding]:
     yield pointwise_bounds(run)
     yield counterexample()
     yield strong_convexity(run)
+    yield counts.finding()
     yield from table3.findings(run)
 
 

@@ -178,13 +178,16 @@ class MultiLora(Strategy):
                 r=config.r,
                 lora_alpha=config.lora_alpha,
                 lora_dropout=config.lora_dropout,
-                target_modules=sorted(factors),
+                target_modules=config.target_modules,
                 fan_in_fan_out=conv1d,
                 modules_to_save=heads,
                 task_type="CAUSAL_LM" if run.task.kind.is_language_modelling else "SEQ_CLS",
                 inference_mode=True,
             ),
         )
+        saved = lora.peft_config["default"]
+        if not isinstance(saved.target_modules, str):
+            saved.target_modules = sorted(saved.target_modules)  # PEFT keeps a set, whose order changes from run to run
         for name, (a, b) in factors.items():
             layer = base.get_submodule(name)
             layer.lora_A["default"].weight.data.copy_(a)
