@@ -24,6 +24,7 @@ _HOMES = {
     "Batch": "tunery.registry.context",
     "Measurement": "tunery.registry.context",
     "RunContext": "tunery.registry.context",
+    "Stage": "tunery.registry.context",
     "Subject": "tunery.registry.context",
     "Support": "tunery.registry.context",
     "Task": "tunery.registry.context",
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from .registry.context import Batch as Batch
     from .registry.context import Measurement as Measurement
     from .registry.context import RunContext as RunContext
+    from .registry.context import Stage as Stage
     from .registry.context import Subject as Subject
     from .registry.context import Support as Support
     from .registry.context import Task as Task

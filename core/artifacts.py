@@ -7,6 +7,7 @@ base model, and what each weight file must hash to. Folders are written under a 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.metadata
 import json
@@ -26,6 +27,7 @@ from torch import nn
 from ..registry.context import RunContext, Task, TaskKind
 from ..registry.errors import ArtifactError, TuneryError, UnknownPluginError, did_you_mean
 from ..registry.selection import Selection
+from .sharding import gather, load_full_state
 
 MANIFEST = "tunery.json"
 FORMAT = 1
@@ -134,6 +136,7 @@ def manifest(run: RunContext, base: Mapping[str, Any], plugins: Iterable[Mapping
         "seed": run.seed,
         "versions": versions(),
         "git": git_state(),
+        **({} if run.stage is None else {"stage": dataclasses.asdict(run.stage)}),
     }
 
 
@@ -273,7 +276,8 @@ def _load_adapter(model: nn.Module, path: Path) -> None:
     if not isinstance(model, PeftModel):
         raise ArtifactError(f"{path} is an adapter and {type(model).__name__} has none")
     state = _read(path)
-    result: Any = set_peft_model_state_dict(model, state)
+    with gather([parameter for parameter in model.parameters() if parameter.requires_grad], modifier_rank=0):
+        result: Any = set_peft_model_state_dict(model, state)
     # A prompt is loaded apart from the rest, and still counts as unexpected then.
     is_prompt = model.peft_config[model.active_adapter].is_prompt_learning
     unexpected = [key for key in result.unexpected_keys if not (is_prompt and key == "prompt_embeddings")]
@@ -288,12 +292,11 @@ def _load_full(model: nn.Module, folder: Path) -> None:
     state: dict[str, torch.Tensor] = {}
     for file in files:
         state.update(_read(file))
-    result = model.load_state_dict(state, strict=False)
+    missing, unexpected = load_full_state(model, state)
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    missing = [key for key in result.missing_keys if key not in tied]
-    if missing or result.unexpected_keys:
-        key = (missing or result.unexpected_keys)[0]
-        raise ArtifactError(f"the weights in {folder} do not fit {type(model).__name__}: {key!r}")
+    misfits = [key for key in missing if key not in tied] or unexpected
+    if misfits:
+        raise ArtifactError(f"the weights in {folder} do not fit {type(model).__name__}: {misfits[0]!r}")
 
 
 def _read(path: Path) -> dict[str, torch.Tensor]:

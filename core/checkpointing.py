@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 from collections.abc import Mapping
@@ -11,7 +12,10 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
+from ..registry.context import Stage
+from ..registry.errors import ArtifactError
 from .artifacts import MANIFEST, seal
+from .recipe import Recipe
 from .sharding import companion_names
 
 if TYPE_CHECKING:
@@ -104,6 +108,38 @@ class WholeCheckpoints(_Trainer):
                     path.replace(target / path.name)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+def check_belongs(
+    content: Mapping[str, Any], folder: Path, recipe: Recipe, base: Mapping[str, Any] | None, stage: Stage | None
+) -> None:
+    """Check that a checkpoint, or a finished stage, belongs to the run that is to go on with it.
+
+    Args:
+        content: its manifest.
+        folder: where it lies.
+        recipe: the run's plugins.
+        base: what the run's manifest says of its base model, where that can be compared.
+        stage: the earlier stage that goes on with it, if it is not the run itself.
+
+    Raises:
+        ArtifactError: it is of another strategy, stage or base model.
+    """
+    recorded, strategies = content["base_model"], [p["name"] for p in content["plugins"] if p["kind"] == "strategy"]
+    if strategies != [chosen.entry.name for chosen in recipe.chosen if chosen.entry.kind == "strategy"]:
+        raise ArtifactError(
+            f"{folder} was trained with strategy {', '.join(strategies) or 'none'}", remedy="resume with the same one"
+        )
+    known = None if stage is None else dataclasses.asdict(stage)
+    if content.get("stage") != known:
+        raise ArtifactError(
+            f"{folder} was trained as stage {content.get('stage')}, not {known}", remedy="resume with the same options"
+        )
+    if base is not None and recorded["fingerprint"] != base["fingerprint"]:
+        raise ArtifactError(
+            f"{folder} was trained on another base model: {recorded['name_or_path'] or recorded['class']}",
+            remedy="resume with the model it began with",
+        )
 
 
 def _tied_weights(model: nn.Module) -> Mapping[str, str]:

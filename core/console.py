@@ -59,6 +59,9 @@ def show_result(result: Mapping[str, Any], output_dir: Path) -> None:
         )
     console = _console()
     console.print(table)
+    for stage in result.get("stages", ()):
+        done = f"{stage['steps']} steps, mean loss {stage['train_loss']:.4f}, {stage['seconds']:.0f} seconds"
+        console.print(f"stage {stage['name']!r} before it: {done}", soft_wrap=True)
     console.print(f"{output_dir}/ holds the weights, result.json and training_curve.png", soft_wrap=True)
 
 

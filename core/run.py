@@ -29,7 +29,6 @@ from .artifacts import (
     describe_tasks,
     find_task,
     folder_in_place,
-    last_checkpoint,
     load_weights,
     read_manifest,
     seal,
@@ -55,11 +54,22 @@ from .plots import CURVE, plot_training_curve
 from .probing import MEASUREMENTS, Snapshot, measure
 from .recipe import Recipe, choose
 from .sharding import parameter_counts
+from .staging import STAGES, place_to_resume, stage_history
 from .trainer import Trainer
 
 RESULT = "result.json"
 MAJORITY = "majority"
-_EARLIER = (MANIFEST, RESULT, MEASUREMENTS, CURVE, "baselines", "checkpoint-*", "*.safetensors", "adapter_config.json")
+_EARLIER = (
+    MANIFEST,
+    RESULT,
+    MEASUREMENTS,
+    CURVE,
+    "baselines",
+    STAGES,
+    "checkpoint-*",
+    "*.safetensors",
+    "adapter_config.json",
+)
 
 
 def train(options: Options) -> dict[str, Any]:
@@ -121,7 +131,12 @@ def train(options: Options) -> dict[str, Any]:
         "base_model": reference,
         "versions": versions(),
     }
+    if trainer.finished_stages:
+        result["stages"] = trainer.finished_stages
     if trainer.is_world_process_zero():
+        for stage in trainer.finished_stages:
+            folder = output_dir / STAGES / stage["name"]
+            plot_training_curve(stage_history(folder), folder / CURVE, f"{result['task']}: {stage['name']}", None)
         plot_training_curve(
             trainer.state.log_history,
             output_dir / CURVE,
@@ -142,8 +157,8 @@ def _prepare_output(options: Options) -> tuple[str | None, list[Path]]:
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise RecipeError(f"cannot write to {output_dir}", owner=str(parent), remedy="choose another --output_dir")
     if asked:
-        found = last_checkpoint(output_dir) if str(asked).lower() in ("last", "true") else Path(asked)
-        if found is not None:
+        found = place_to_resume(output_dir) if str(asked).lower() in ("last", "true") else Path(asked)
+        if found is not None and found.name != STAGES:
             read_manifest(found)
         return None if found is None else str(found), []
     earlier = [path for pattern in _EARLIER for path in output_dir.glob(pattern)]

@@ -6,7 +6,7 @@ Only ZeRO-3 differs: there a parameter's ``.data`` is empty outside its module's
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -36,11 +36,11 @@ class ModelSharding:
 
     def gathered(self, params: Iterable[nn.Parameter]) -> Any:
         """Return a context in which parameters have their full shape; for reading."""
-        return _gather(params, modifier_rank=None)
+        return gather(params, modifier_rank=None)
 
     def written(self, params: Iterable[nn.Parameter]) -> Any:
         """Return a context in which parameters have their full shape and rank 0's writes reach every rank."""
-        return _written(list(params)) if self.world_size > 1 else _gather(params, modifier_rank=0)
+        return _written(list(params)) if self.world_size > 1 else gather(params, modifier_rank=0)
 
     def local(self, param: nn.Parameter) -> torch.Tensor:
         """Return this rank's own piece, flat, sharing memory: all of it without ZeRO-3."""
@@ -127,9 +127,24 @@ def full_state_dict(model: nn.Module, only_trainable: bool = False) -> dict[str,
         param = live.get(name)
         if only_trainable and (param is None or not param.requires_grad):
             continue
-        with nullcontext() if param is None else _gather([param], modifier_rank=None):
+        with nullcontext() if param is None else gather([param], modifier_rank=None):
             state[name] = (value if param is None else param).detach().to("cpu", copy=True)
     return state
+
+
+def load_full_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> tuple[list[str], list[str]]:
+    """Load full tensors, also into a model that is sharded: one parameter is gathered at a time, rank 0's file counts.
+
+    Returns:
+        The names that ``state`` lacks, and those that the model lacks.
+    """
+    sharded = {name: param for name, param in model.named_parameters(remove_duplicate=False) if is_sharded(param)}
+    result = model.load_state_dict({key: value for key, value in state.items() if key not in sharded}, strict=False)
+    for name, param in sharded.items():  # in this order on every rank
+        if name in state:
+            with gather([param], modifier_rank=0), torch.no_grad():
+                param.copy_(state[name])
+    return [name for name in result.missing_keys if name not in state], list(result.unexpected_keys)
 
 
 def parameter_counts(model: nn.Module) -> dict[str, int]:
@@ -158,7 +173,8 @@ def _pieces(param: nn.Parameter) -> list[torch.Tensor]:
     return [param.ds_tensor.data, param.data]  # type: ignore[attr-defined]
 
 
-def _gather(params: Iterable[nn.Parameter], modifier_rank: int | None) -> Any:
+def gather(params: Iterable[nn.Parameter], modifier_rank: int | None) -> Any:
+    """Return a context in which parameters have their full shape, and what ``modifier_rank`` writes reaches every rank."""
     sharded = [param for param in params if is_sharded(param)]
     if not sharded:
         return nullcontext()
@@ -169,7 +185,7 @@ def _gather(params: Iterable[nn.Parameter], modifier_rank: int | None) -> Any:
 
 @contextmanager
 def _written(params: list[nn.Parameter]) -> Iterator[None]:
-    with _gather(params, modifier_rank=0):
+    with gather(params, modifier_rank=0):
         yield
     for param in params:
         if not is_sharded(param):

@@ -1,11 +1,13 @@
 """``PluginTrainerMixin``: any ``transformers.Trainer`` subclass with a strategy, regularizers and probes; and ``Trainer``.
 
-The order of a run: seed -> strategy.prepare -> regularizer.attach -> transformers' own constructor -> training, with
-the objective in ``compute_loss`` -> probes at their moments -> checkpoints that appear whole or not at all.
+The order of a run: seed -> strategy.prepare -> regularizer.attach -> transformers' own constructor -> the strategy's
+earlier stages, each by a trainer of its own -> training, with the objective in ``compute_loss`` -> probes at their moments
+-> checkpoints that appear whole or not at all.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,15 +19,16 @@ from peft import PeftModel
 from torch import nn
 from transformers.trainer_utils import set_seed
 
-from ..registry.context import RunContext, Subject, Task, TaskKind
+from ..registry.context import RunContext, Stage, Subject, Task, TaskKind
 from ..registry.errors import ArtifactError, CompatibilityError, RecipeError
 from .arguments import PLUGIN_FIELDS, PROBE_MOMENTS, TrainingArguments
-from .artifacts import describe_base, last_checkpoint, manifest, read_manifest
-from .checkpointing import WholeCheckpoints
+from .artifacts import describe_base, manifest, read_manifest
+from .checkpointing import WholeCheckpoints, check_belongs
 from .context import infer_task, make_context
 from .objective import Objective, last_output
 from .probing import Probing, Snapshot
 from .recipe import Recipe, choose, observe
+from .staging import check_stages, go_through, place_to_resume, points_to_resume, stage_arguments, stage_keywords
 
 
 class PluginTrainerMixin(WholeCheckpoints):
@@ -58,6 +61,7 @@ class PluginTrainerMixin(WholeCheckpoints):
             )
         args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
         self.recipe = choose(*(getattr(args, field, None) for field in PLUGIN_FIELDS))
+        self._given = kwargs
         self._given_task = task
         self._base_reference = base_model
         # transformers seeds in its constructor, which is after adapters and heads are drawn.
@@ -77,6 +81,9 @@ class PluginTrainerMixin(WholeCheckpoints):
     recipe: Recipe
     run: RunContext
     objective: Objective
+    stages: tuple[Stage, ...]
+    finished_stages: Sequence[Mapping[str, Any]] = ()
+    _stage: Stage | None = None  # the one this trainer trains, where it is not the last
 
     def _equip(self, model: nn.Module, args: Any) -> nn.Module:
         """Give the model its strategy and regularizers, before anything is moved, sharded or wrapped."""
@@ -87,7 +94,8 @@ class PluginTrainerMixin(WholeCheckpoints):
                 module._weight_conversions = []  # type: ignore[assignment]
         given = self._given_task or infer_task(model)
         context = make_context(model, args, [given] if isinstance(given, Task) else given)
-        self.run = dataclasses.replace(context, regularizers=tuple(r.name for r in self.recipe.regularizers))
+        names = tuple(regularizer.name for regularizer in self.recipe.regularizers)
+        self.run = dataclasses.replace(context, regularizers=names, stage=self._stage)
         self.recipe.check(model, self.run)
         check_joint(self.run, args)
         self._base = describe_base(model, self.run, self._base_reference)
@@ -99,12 +107,26 @@ class PluginTrainerMixin(WholeCheckpoints):
                     remedy="hand in the base model or leave strategy out",
                 )
             model = strategy.prepare(model, self.run)
+        self.stages = self._checked_stages(model, args)
         self._reference = Snapshot(model, self.run.sharding) if self.recipe.probes else None
         for regularizer in self.recipe.regularizers:
             regularizer.attach(model, self.run)
         self.objective = Objective(self.recipe.regularizers, self.run.tasks)
         self._tasks = self.run.tasks if strategy is None else strategy.tasks(self.run)
         return model
+
+    def _build_accelerator_args(self, **kwargs: Any) -> Any:
+        """Leave DeepSpeed's plugin out in an earlier stage: the process has it already, and may have only one."""
+        arguments: Any = super()._build_accelerator_args(**kwargs)
+        return arguments | {"deepspeed_plugin": None} if self._stage else arguments
+
+    def _checked_stages(self, model: nn.Module, args: Any) -> tuple[Stage, ...]:
+        strategy = self.recipe.strategy
+        if strategy is None:
+            return (Stage(name="fine_tuning"),)
+        owner = str(self.recipe.chosen[0].entry.origin)
+        stages = strategy.stages(model, self.run)
+        return check_stages(stages, f"strategy {strategy.name!r} of {owner}", args, self._given, len(self.run.tasks))
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Build the model with ``model_init`` and equip it; a second trial starts from fresh plugins."""
@@ -191,35 +213,62 @@ class PluginTrainerMixin(WholeCheckpoints):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train, as ``transformers.Trainer.train``; a checkpoint to resume from is checked first.
 
+        A strategy's earlier stages are trained before, or taken over where they are finished; what they came to is in
+        ``finished_stages``. A checkpoint of an earlier stage, or the folder ``stages`` of a run, can be resumed from too.
+
         Raises:
             ArtifactError: no whole checkpoint, or one that is damaged or belongs to another base model.
         """
-        resume_from_checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
+        *earlier, last = points_to_resume(self.stages, self._place_to_resume(resume_from_checkpoint))
+        if last is not None:
+            self.check_belongs(last)
+        if earlier:
+            self._train_earlier_stages(earlier)
         self._clear_staging(self._run_dir)  # what a killed run was writing
-        output = super().train(resume_from_checkpoint, *args, **kwargs)
+        output = super().train(None if last is None else str(last), *args, **kwargs)
         observe("tunery_run_end", run=self.run, result=output.metrics)
         return output
 
-    def _checkpoint_to_resume(self, asked: str | bool | None) -> str | None:
+    def _place_to_resume(self, asked: str | bool | None) -> Path | None:
         if asked is None or asked is False:
             return None
-        run_dir = self._run_dir
-        folder = last_checkpoint(run_dir) if asked is True else Path(asked)
-        if folder is None:
-            raise ArtifactError(f"no whole checkpoint in {run_dir}", remedy="train without --resume_from_checkpoint")
-        content = read_manifest(folder)
-        recorded, strategies = content["base_model"], [p["name"] for p in content["plugins"] if p["kind"] == "strategy"]
-        if strategies != [chosen.entry.name for chosen in self.recipe.chosen if chosen.entry.kind == "strategy"]:
+        place = place_to_resume(self._run_dir) if asked is True else Path(asked)
+        if place is None:
             raise ArtifactError(
-                f"{folder} was trained with strategy {', '.join(strategies) or 'none'}",
-                remedy="resume with the same one",
+                f"no whole checkpoint in {self._run_dir}", remedy="train without --resume_from_checkpoint"
             )
-        if self.model_init is None and recorded["fingerprint"] != self._base["fingerprint"]:
-            raise ArtifactError(
-                f"{folder} was trained on another base model: {recorded['name_or_path'] or recorded['class']}",
-                remedy="resume with the model it began with",
-            )
-        return str(folder)
+        return place
+
+    def check_belongs(self, folder: Path) -> None:
+        """Check that a checkpoint, or a finished stage, is one that this trainer can go on with; see the function."""
+        base = None if self.model_init is not None else self._base
+        check_belongs(read_manifest(folder), folder, self.recipe, base, self._stage)
+
+    def _train_earlier_stages(self, points: Sequence[Path | None]) -> None:
+        """Train the stages before the last, without regularizers, which then start from what was learnt."""
+        strategy = self.recipe.strategy
+        assert strategy is not None
+        self.detach()
+        self.accelerator.wait_for_everyone()  # every rank has seen what there is before any of it changes
+        self.finished_stages = []
+        for stage, point in zip(self.stages, points, strict=False):
+            set_seed(self.args.seed)
+            with strategy.staged(self._equipped, self.run, stage) as module:
+                row = go_through(self._stage_trainer(stage, module), stage, point)
+            self.finished_stages.append(row)
+        set_seed(self.args.seed)
+        for regularizer in self.recipe.regularizers:
+            regularizer.attach(self._equipped, self.run)
+
+    def _stage_trainer(self, stage: Stage, module: nn.Module) -> PluginTrainerMixin:
+        """Return the trainer of an earlier stage: one like this for the task's own objective, else a plain one."""
+        # The copy keeps what a subclass has set; the constructor below makes everything else anew.
+        trainer = Trainer.__new__(Trainer) if stage.objective else copy.copy(self)
+        trainer._stage = stage
+        keywords = stage_keywords(self, stage, self._given)
+        arguments = stage_arguments(self.args, stage)
+        PluginTrainerMixin.__init__(trainer, module, arguments, base_model=self._base_reference, **keywords)
+        return trainer
 
     def probe(self, moment: str) -> None:
         """Measure with every probe now; ``moment`` is ``begin``, ``evaluate`` or ``end``."""

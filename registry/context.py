@@ -193,6 +193,29 @@ class Sharding(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One stage of a run whose strategy trains in several, and what it changes; ``None`` leaves what the run was given.
+
+    The last stage is the run itself and only has a name. Every stage before it trains without the run's regularizers,
+    probes, callbacks and evaluations, in a run folder of its own, ``stages/<name>``.
+
+    Attributes:
+        name: lower_snake_case; unique in the run.
+        objective: ``None`` for the task's own; ``MASKED_LM`` or ``CAUSAL_LM`` for the run's training inputs without their
+            labels, and the loss of the language-modelling head that ``Strategy.staged`` gives the model.
+        num_train_epochs: passes over the training rows; ``None`` also leaves the run's ``max_steps``.
+        learning_rate: peak learning rate.
+        mlm_probability: share of the tokens that masked language modelling has to predict.
+    """
+
+    name: str
+    objective: TaskKind | None = None
+    num_train_epochs: float | None = None
+    learning_rate: float | None = None
+    mlm_probability: float = 0.15
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunContext:
     """What a plugin may know about the run it is part of.
 
@@ -204,6 +227,7 @@ class RunContext:
             a fresh task head.
         logger: for the plugin's own words.
         activation_checkpointing: whether layers are re-run in the backward pass.
+        stage: the stage being trained before the last one; ``None`` for the run itself.
         regularizers: names of the run's regularizers, which look at one forward pass a micro-batch.
     """
 
@@ -213,6 +237,7 @@ class RunContext:
     pretrained_parameters: frozenset[str]
     logger: logging.Logger
     activation_checkpointing: bool = False
+    stage: Stage | None = None
     regularizers: tuple[str, ...] = ()
     find_anatomy: Callable[[nn.Module], Anatomy] = field(repr=False)
 

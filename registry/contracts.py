@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Ge
 
-from .context import Support
+from .context import Stage, Support
 from .errors import CompatibilityError
 
 if TYPE_CHECKING:
@@ -57,8 +58,9 @@ class Strategy(Plugin):
 
     Laws: after :meth:`prepare` the output for an evaluation batch equals the base model's wherever ``identity_start``
     promises it; exactly the parameters that then require a gradient change, no other; save, load, evaluate is
-    bit-identical; :meth:`export` gives logits within 1e-5 of the trained model's; a run killed after any step and
-    resumed ends with the weights of one that was not.
+    bit-identical; :meth:`export` gives logits within 1e-5 of the trained model's; a run killed after any step of any
+    stage and resumed ends with the weights of one that was not. With several stages, what a stage before the last trains
+    may change as well.
     """
 
     kind: ClassVar[str] = "strategy"
@@ -70,6 +72,29 @@ class Strategy(Plugin):
 
         The result is a ``transformers.PreTrainedModel`` or a ``peft.PeftModel``, the two that save to files others read.
         """
+
+    def stages(self, model: nn.Module, run: RunContext) -> Sequence[Stage]:
+        """Return what is trained one after the other; the last stage is the run itself and only has a name.
+
+        Args:
+            model: what :meth:`prepare` returned.
+            run: the run it belongs to.
+        """
+        return (Stage(name="fine_tuning"),)
+
+    def staged(self, model: nn.Module, run: RunContext, stage: Stage) -> AbstractContextManager[nn.Module]:
+        """Return a context with the module that ``stage`` trains, its ``requires_grad`` flags set.
+
+        Entered for every stage but the last. The module is ``model`` or shares with it the parameters that later stages go
+        on with; it is a ``PreTrainedModel`` or a ``PeftModel``. On exit everything but the values of parameters and buffers
+        is as :meth:`prepare` left it. A finished stage is entered again when a run resumes, to take over what it learnt.
+
+        Args:
+            model: what :meth:`prepare` returned; sharded or not, trained by the stages before.
+            run: the run it belongs to.
+            stage: one of :meth:`stages`.
+        """
+        return nullcontext(model)
 
     def export(self, model: nn.Module, run: RunContext, *, merge: bool = False) -> nn.Module:
         """Return the deployable model: what ``from_pretrained`` loads where tunery is not installed.

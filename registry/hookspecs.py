@@ -50,7 +50,7 @@ def tunery_anatomies() -> Mapping[str, AnatomySpec]:  # type: ignore[empty-body]
 
 @hookspec
 def tunery_run_begin(run: RunContext) -> None:
-    """Observe that training begins: the model is sharded, no step is done. Called on every rank."""
+    """Observe that training begins: the model is sharded, no step is done. Called on every rank, in every stage."""
 
 
 @hookspec
@@ -60,4 +60,4 @@ def tunery_measured(run: RunContext, measurement: Measurement) -> None:
 
 @hookspec
 def tunery_run_end(run: RunContext, result: Mapping[str, Any]) -> None:
-    """Observe the end of training; ``result`` is what ``train()`` returns as metrics. Called on every rank."""
+    """Observe the end of training; ``result`` is what ``train()`` returns as metrics. Called on every rank, in every stage."""

@@ -38,6 +38,7 @@ PUBLIC = [
     "Probe",
     "Regularizer",
     "RunContext",
+    "Stage",
     "Strategy",
     "Subject",
     "Support",

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ...registry.contracts import Strategy
 from ...registry.hookspecs import hookimpl
+from ..freezing import train_everything
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,8 +23,7 @@ class Full(Strategy):
 
     def prepare(self, model: nn.Module, run: RunContext) -> nn.Module:
         """Let every floating-point parameter train."""
-        for parameter in model.parameters():
-            parameter.requires_grad_(parameter.is_floating_point())
+        train_everything(model)
         return model
 
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...registry.context import Support, TaskKind
 from ...registry.contracts import Strategy
-from ...registry.errors import CompatibilityError
 from ...registry.hookspecs import hookimpl
+from ..freezing import train_head_alone
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,20 +36,7 @@ class Head(Strategy):
         Raises:
             CompatibilityError: the model has no fresh head to train.
         """
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(not run.is_pretrained(name) and parameter.is_floating_point())
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise CompatibilityError(
-                f"strategy 'head' finds no fresh head in {type(model).__name__}", remedy="use 'full' or 'lora'"
-            )
-        frozen = [module for module in model.children() if not any(p.requires_grad for p in module.parameters())]
-
-        def keep_eval(_module: nn.Module, _args: tuple[Any, ...]) -> None:
-            for module in frozen:
-                if module.training:
-                    module.eval()
-
-        self._hook = model.register_forward_pre_hook(keep_eval)
+        self._hook = train_head_alone(model, run, self.name)
         return model
 
     def export(self, model: nn.Module, run: RunContext, *, merge: bool = False) -> nn.Module:

@@ -19,7 +19,7 @@ from ..context import Task, TaskKind
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 VOCABULARY = 61
 LENGTH = 12
@@ -75,6 +75,18 @@ class TinyModel:
         with torch.no_grad():
             answer: torch.Tensor = model.eval()(**batch).logits
         return answer
+
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """Return a tokenizer of one word a token, with pad and mask tokens; ``None`` for images."""
+        from tokenizers import Tokenizer, models
+        from transformers import PreTrainedTokenizerFast
+
+        if self.kind is TaskKind.IMAGE_CLASSIFICATION:
+            return None
+        words = Tokenizer(models.WordLevel({f"word{number}": number for number in range(VOCABULARY)}, "word2"))
+        return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+            tokenizer_object=words, pad_token="word0", mask_token="word1", unk_token="word2", model_max_length=LENGTH
+        )
 
     def rows(self, count: int, tasks: int = 1) -> list[dict[str, Any]]:
         """Return ``count`` examples, padded, with labels; of several tasks, one after the other in turn."""

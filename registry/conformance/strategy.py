@@ -11,7 +11,7 @@ from ..contracts import Strategy
 from ..errors import CompatibilityError
 from .laws import PluginLaws
 from .models import MODELS, base_model
-from .traces import assert_no_trace, bits_of, changed
+from .traces import anatomy_of, assert_no_trace, bits_of, changed
 from .trials import Trial, tiny_process
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class StrategyLaws(PluginLaws):
     @classmethod
     def trial(cls, model: str, **changes: Any) -> Trial:
         """Return a short training run with the strategy; a checkpoint every step."""
-        return Trial(model=model, strategy=cls.plugin, steps=STEPS, save=True).but(**changes)
+        return Trial(model=model, strategy=cls.plugin, steps=STEPS, save=True, tokenizer=True).but(**changes)
 
     def trained(self, model: str) -> Outcome:
         """Return the run that the laws about files look at."""
@@ -55,10 +55,10 @@ class StrategyLaws(PluginLaws):
         torch.testing.assert_close(tiny.logits(trainer.model), expected, rtol=0, atol=1e-6)
 
     def test_changes_what_requires_a_gradient_and_nothing_else(self, model: str, tmp_path: Path) -> None:
-        """After some steps every parameter that requires a gradient has changed, and no other bit of the model."""
+        """After some steps all that requires a gradient in any stage has changed, and no other bit of the model."""
         with tiny_process():
             trainer = self.trial(model, dropout=True, save=False).trainer(tmp_path)
-            promised = {name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
+            promised = _training(trainer)
             before = bits_of(trainer.model)
             trainer.train()
         assert promised
@@ -107,6 +107,27 @@ class StrategyLaws(PluginLaws):
         """The same on two processes."""
         trial = self.trial(self.first_model(), dropout=True, steps=2)
         assert trial.run(stage, resume=1).bits == trial.run(stage).bits
+
+    def test_resumes_in_every_earlier_stage(self, model: str) -> None:
+        """The same where it was killed amid a stage before the last, at its end, or before the first step of the last."""
+        trial = self.trial(model, dropout=True)
+        for left in _left_by_stages(trial.run()):
+            assert trial.run(resume=left).bits == trial.run().bits, left
+
+    def test_resumes_in_every_earlier_stage_on_every_stage(self, stage: str) -> None:
+        """The same on two processes."""
+        trial = self.trial(self.first_model(), dropout=True, steps=2)
+        for left in _left_by_stages(trial.run(stage)):
+            assert trial.run(stage, resume=left).bits == trial.run(stage).bits, left
+
+    def test_leaves_the_model_as_prepared_after_a_stage(self, model: str, tmp_path: Path) -> None:
+        """Begun and ended without training, a stage before the last leaves classes, flags, hooks and bits as they were."""
+        trainer = self.trial(model).trainer(tmp_path)
+        strategy, before = trainer.recipe.strategy, (anatomy_of(trainer.model), bits_of(trainer.model))
+        for earlier in trainer.stages[:-1]:
+            with strategy.staged(trainer.model, trainer.run, earlier):
+                pass
+        assert (anatomy_of(trainer.model), bits_of(trainer.model)) == before
 
     def test_same_losses_on_every_stage(self, model: str, stage: str) -> None:
         """The loss of every one of 20 steps is that of one process, at equal global batch."""
@@ -181,3 +202,26 @@ class StrategyLaws(PluginLaws):
 
 def _shapes(outcome: Outcome) -> dict[str, tuple[int, ...]]:
     return {name: tuple(value.shape) for name, value in outcome.weights.items()}
+
+
+def _training(trainer: Any) -> set[str]:
+    """Return the names of the parameters that require a gradient in any stage."""
+    model = trainer.model
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for earlier in trainer.stages[:-1]:
+        with trainer.recipe.strategy.staged(model, trainer.run, earlier) as module:
+            found |= {names[id(p)] for p in module.parameters() if p.requires_grad and id(p) in names}
+    return found
+
+
+def _left_by_stages(outcome: Outcome) -> list[str]:
+    """Return what a run with earlier stages can be resumed from before its last one: nothing where there is one stage."""
+    stages = outcome.folder / "stages"
+    if not stages.is_dir():
+        return []
+    left = ["stages"]
+    for folder in sorted(stages.iterdir()):
+        steps = sorted(int(path.name.removeprefix("checkpoint-")) for path in folder.glob("checkpoint-*"))
+        left += [f"stages/{folder.name}/checkpoint-{step}" for step in (steps[0], steps[-1])]
+    return left

@@ -40,6 +40,7 @@ class Trial:
         rows: size of the dataset.
         seed: the run's seed.
         save: whether every step leaves a checkpoint.
+        tokenizer: whether the Trainer is given the model's tokenizer, which stages without labels learn with.
         arguments_first: whether the training arguments are made before the model is loaded, as most scripts do it; ZeRO-3
             then shards the model while it is loaded, otherwise when training begins.
         options: further training arguments.
@@ -58,6 +59,7 @@ class Trial:
     rows: int = 40
     seed: int = 7
     save: bool = False
+    tokenizer: bool = False
     arguments_first: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
     tasks: int = 1
@@ -68,12 +70,13 @@ class Trial:
         changes["options"] = {**self.options, **changes.get("options", {})}
         return dataclasses.replace(self, **changes)
 
-    def run(self, where: str = ONE, resume: int | None = None) -> Outcome:
+    def run(self, where: str = ONE, resume: int | str | None = None) -> Outcome:
         """Run it on one process or on two of a stage; the same one is run once a session.
 
         Args:
             where: ``"one"``, or one of ``STAGES``.
-            resume: the step after which the run was killed: start from the checkpoint it left.
+            resume: the step after which the run was killed, or what to start from by its path in the run folder: start
+                from the checkpoint it left.
 
         Raises:
             TuneryError: what tunery refuses, on whatever process.
@@ -138,10 +141,11 @@ class Outcome:
 
 
 @cache
-def _run(described: str, where: str, resume: int | None) -> Outcome:
+def _run(described: str, where: str, resume: int | str | None) -> Outcome:
     trial = Trial(**json.loads(described))
     name = hashlib.sha256(f"{described}{where}{resume}".encode()).hexdigest()[:16]
-    checkpoint = None if resume is None else _run(described, where, None).folder / f"checkpoint-{resume}"
+    left = f"checkpoint-{resume}" if isinstance(resume, int) else resume
+    checkpoint = None if left is None else _run(described, where, None).folder / left
     job = trial.job(where, workspace() / "runs" / name, checkpoint)
     logs, answers = perform(job) if where == ONE else on_stage(where, perform, job)
     return Outcome(folder=job.folder, logs=logs, answers=answers)
@@ -176,6 +180,10 @@ class Job:
         model = None if self.trial.arguments_first else tiny.load(self.base)
         args = tunery.TrainingArguments(**self.arguments())
         model = model or tiny.load(self.base)
+        if self.trial.tokenizer:
+            from transformers import default_data_collator
+
+            arguments = {"processing_class": tiny.tokenizer(), "data_collator": default_data_collator, **arguments}
         return tunery.Trainer(model=model, args=args, train_dataset=rows, eval_dataset=rows[:EVALUATED], **arguments)
 
     def arguments(self) -> dict[str, Any]:

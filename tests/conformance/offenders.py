@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from tunery import Measurement, Probe, Regularizer, Strategy, hookimpl
+from tunery import Measurement, Probe, Regularizer, Stage, Strategy, hookimpl
 
 
 class Offender:
@@ -84,6 +85,66 @@ class Local(Offender, Strategy):
     def prepare(self, model, run):
         model.classifier.register_forward_hook(lambda _module, _args, output: output * (1 + run.sharding.rank))
         return model
+
+
+class Stepwise(Offender, Strategy):
+    """The head first, then a PEFT adapter as well: two stages, which break no law."""
+
+    name = "stepwise"
+
+    def prepare(self, model, run):
+        from peft import LoraConfig, get_peft_model
+
+        targets = {"target_modules": ["query"], "modules_to_save": ["classifier"]}
+        return get_peft_model(model, LoraConfig(task_type="SEQ_CLS", r=2, **targets))
+
+    def stages(self, model, run):
+        return Stage(name="head", num_train_epochs=1, learning_rate=0.01), Stage(name="adapter")
+
+    @contextmanager
+    def staged(self, model, run, stage):
+        flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad and "classifier" in name)
+        try:
+            yield model
+        finally:
+            for parameter, flag in flags:
+                parameter.requires_grad_(flag)
+
+
+class Untidy(Stepwise):
+    """Leaves the adapter frozen when the head's stage is over."""
+
+    name = "untidy"
+
+    @contextmanager
+    def staged(self, model, run, stage):
+        with super().staged(model, run, stage):
+            flags = [parameter.requires_grad for parameter in model.parameters()]
+            yield model
+        for parameter, flag in zip(model.parameters(), flags, strict=True):
+            parameter.requires_grad_(flag)
+
+
+class Remembering(Stepwise):
+    """Remembers the first stage where no file does, and goes on with what it remembers."""
+
+    name = "remembering"
+
+    @contextmanager
+    def staged(self, model, run, stage):
+        seen = []
+        hook = model.register_forward_hook(lambda *_: seen.append(model.training))
+        with super().staged(model, run, stage):
+            yield model
+        hook.remove()
+
+        def scale(_module, _args, output):
+            if output.loss is not None:
+                output.loss = output.loss * (1 + 0.1 * len(seen))
+
+        model.register_forward_hook(scale)
 
 
 # ---- regularizers
@@ -262,7 +323,7 @@ class Guessing(Looking):
 
 @hookimpl
 def tunery_strategies():
-    return [Shifted, Unseeded, Meddling, Forgetful, Local]
+    return [Shifted, Unseeded, Meddling, Forgetful, Local, Stepwise, Untidy, Remembering]
 
 
 @hookimpl

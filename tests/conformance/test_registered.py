@@ -26,6 +26,25 @@ class TestPeftVera(StrategyLaws):
     plugin = "peft:peft_type=VERA,r=4"
 
 
+class TestLpFt(StrategyLaws):
+    plugin = "lp_ft:head_epochs=2,head_learning_rate=0.01"
+    models = ("bert_classifier", "llama_causal_lm", "vit_classifier")
+
+
+class TestLpFtInEvalMode(StrategyLaws):
+    plugin = "lp_ft:head_epochs=1,eval_mode=true"
+
+
+class TestSurt(StrategyLaws):
+    plugin = "surt:lm_epochs=2"
+    models = WIDE
+
+
+class TestSurtThenHead(StrategyLaws):
+    plugin = "surt:lm_epochs=1,tuning=head"
+    models = ("bert_classifier",)
+
+
 class TestMultiLora(StrategyLaws):
     plugin = "multi_lora:r=4"
     models = WIDE
