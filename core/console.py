@@ -43,17 +43,18 @@ def _console() -> Console:
 def show_result(result: Mapping[str, Any], output_dir: Path) -> None:
     """Print the result of a run beside its baselines."""
     metric = result["main_metric"]
+    metrics = [name for name in (metric, f"test_{metric}") if name in result["metrics"]] or [metric]
     table = Table(
         title=f"{result['task']}, {result['examples'].get('validation', 0)} validation examples", title_justify="left"
     )
-    for column in ("method", metric.replace("_", " "), "trainable parameters", "seconds"):
+    for column in ("method", *(name.replace("_", " ") for name in metrics), "trainable parameters", "seconds"):
         table.add_column(column, justify="left" if column == "method" else "right")
     name = ", ".join(plugin["name"] for plugin in result["plugins"] if plugin["kind"] != "probe") or "as given"
     for method, row in [*result.get("baselines", {}).items(), (name, result)]:
-        value = row["metrics"].get(metric)
+        values = [row["metrics"].get(name) for name in metrics]
         table.add_row(
             method,
-            "-" if value is None else f"{value:.4f}",
+            *("-" if value is None else f"{value:.4f}" for value in values),
             f"{row['parameters']['trainable']:,}",
             f"{row['seconds']:.0f}" if "seconds" in row else "-",
         )
