@@ -42,7 +42,8 @@ def _console() -> Console:
 
 def show_result(result: Mapping[str, Any], output_dir: Path) -> None:
     """Print the result of a run beside its baselines."""
-    metrics = result["main_metrics"]
+    main = result["main_metrics"]
+    metrics = [name for key in main for name in (key, f"test_{key}") if name in result["metrics"]] or main
     table = Table(
         title=f"{result['task']}, {result['examples'].get('validation', 0)} validation examples", title_justify="left"
     )

@@ -20,6 +20,7 @@ from ..registry.errors import RecipeError, TuneryError, did_you_mean
 from ..registry.selection import read_yaml
 from .arguments import PLUGIN_FIELDS, TrainingArguments
 from .data import DataArguments, Mixing
+from .data.arguments import choose_tasks
 
 _ARGUMENTS_DOC = "a recipe's keys are those of `tunery train --keys`"
 # What transformers takes as it comes, and stops at only when the run has begun.
@@ -127,7 +128,10 @@ def read_options(recipe: Path | None, flags: Sequence[str]) -> Options:
         late = recipe is None and not unknown[0].startswith("-")
         remedy = "the recipe comes before the flags" if late else did_you_mean(flag, known)
         raise RecipeError(f"cannot read {unknown[0]!r}", owner="the flags", remedy=remedy or "see tunery train --keys")
-    return build_options({**given, **vars(explicit)})
+    flagged = vars(explicit)
+    if "tasks" in flagged:
+        flagged["tasks"] = choose_tasks(given.get("tasks") or (), flagged["tasks"])
+    return build_options({**given, **flagged})
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
@@ -212,6 +216,8 @@ def _parser() -> _Parser:
     for action in parser._actions:
         if action.dest == "resume_from_checkpoint":
             action.nargs, action.const = "?", "last"  # the bare flag: from where the run stopped
+        if action.dest == "tasks":
+            action.type = str
     return parser
 
 

@@ -40,12 +40,14 @@ from .artifacts import (
 from .artifacts import fingerprint as fingerprint_of
 from .context import make_context
 from .data import TaskData, encode, encode_jointly, load_tasks
+from .data.generation import PREDICTIONS, Writer, questions, score
 from .data.metrics import (
     MEAN,
     add_perplexity,
     compute_joint_metrics,
     compute_metrics,
     majority_baseline,
+    mean_of_main,
     token_losses,
 )
 from .models import label_config, load_class, load_model, load_processor, model_class
@@ -59,17 +61,8 @@ from .trainer import Trainer
 
 RESULT = "result.json"
 MAJORITY = "majority"
-_EARLIER = (
-    MANIFEST,
-    RESULT,
-    MEASUREMENTS,
-    CURVE,
-    "baselines",
-    STAGES,
-    "checkpoint-*",
-    "*.safetensors",
-    "adapter_config.json",
-)
+_FILES = (MANIFEST, RESULT, MEASUREMENTS, PREDICTIONS, CURVE)
+_EARLIER = (*_FILES, "baselines", STAGES, "checkpoint-*", "*.safetensors", "adapter_config.json")
 
 
 def train(options: Options) -> dict[str, Any]:
@@ -90,6 +83,7 @@ def train(options: Options) -> dict[str, Any]:
     processor = load_processor(reference, tasks[0], revision)
     model = load_model(reference, tasks[0], revision, options.run.dtype)
     encoded = encode_jointly(data, processor, options.mixing) if len(data) > 1 else encode(data[0], processor)
+    asked = questions(data, processor, model.config, args.metric_for_best_model)
     for name in options.run.baselines or ():
         for task in tasks:
             choose(None if name == MAJORITY else name).check(model, make_context(model, args, [task]))
@@ -115,6 +109,18 @@ def train(options: Options) -> dict[str, Any]:
         metrics = add_perplexity(metrics)
     trainer.save_model()
     trainer.save_state()
+    if asked:
+        writer = Writer(
+            model=trainer.model,
+            tokenizer=processor,
+            accelerator=trainer.accelerator,
+            batch_size=args.per_device_eval_batch_size,
+            several_tasks=len(tasks) > 1,
+            show_progress=not args.disable_tqdm,
+        )
+        metrics |= score(asked, writer, output_dir)
+        if len(tasks) > 1:
+            metrics |= {**mean_of_main(tasks, metrics), **mean_of_main(tasks, metrics, "test_")}
 
     trained: Any = trainer.model
     result = {
@@ -236,7 +242,7 @@ def _baseline_of(options: Options, name: str, number: int, data: TaskData) -> di
     changes: dict[str, Any] = {"strategy": name, "baselines": None, "regularizers": None, "probes": None}
     if options.data.tasks:
         folder /= data.task.name
-        changes |= {**options.data.tasks[number], "tasks": None, "mixing": None, "name": None}
+        changes |= dataclasses.asdict(options.data.each()[number][1])
         share = options.training.per_device_train_batch_size // len(options.data.tasks)
         changes["per_device_train_batch_size"] = max(1, share)  # what the joint batch holds of a task
     if (folder / RESULT).is_file():  # an interrupted run had finished this baseline

@@ -53,8 +53,8 @@ class Strategy(Plugin):
     """What trains, and what the trained artefact is.
 
     One that trains several tasks at once (``supports.several_tasks``) prepares a model that takes ``task_ids``, each row's
-    position among the run's tasks, and whose outputs hold, while training, ``task_losses``: every task's mean loss over
-    its own rows, shape (tasks,).
+    position among the run's tasks, in every call (of a ``PeftModel`` also its base model, which ``generate`` calls), and
+    whose outputs hold, while training, ``task_losses``: every task's mean loss over its own rows, shape (tasks,).
 
     Laws: after :meth:`prepare` the output for an evaluation batch equals the base model's wherever ``identity_start``
     promises it; exactly the parameters that then require a gradient change, no other; save, load, evaluate is

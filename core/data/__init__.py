@@ -5,8 +5,9 @@
     encoded = encode(data, tokenizer)             # an EncodedData: train, validation, test, data_collator
 
 The stages, one file each: ``loading`` (hub, files or the built-in ``python_docs``), ``columns`` (which ones count),
-``labels`` (class numbers and names), ``tasks`` (all of it put together), ``encoding`` and ``metrics``. With several tasks
-in ``args.tasks``, ``mixing`` puts their rows together.
+``labels`` (class numbers and names), ``pairs`` (prompts and completions), ``tasks`` (all of it put together), ``encoding``
+and ``metrics``. With several tasks in ``args.tasks``, ``mixing`` puts their rows together. After training, ``generation``
+has prompts completed where a metric is of what a model writes.
 """
 
 from __future__ import annotations

@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal, get_type_hints
 
 from annotated_types import Ge, Gt, Len, Lt
 
 from ...registry.errors import DataError, did_you_mean
+from ...registry.selection import parse_selections
+
+SOURCES = ("dataset_name", "data_files", "train_file")
+# What says nothing any more once the data come from elsewhere.
+_OF_SOURCE = (
+    *SOURCES,
+    "dataset_config_name",
+    "dataset_revision",
+    "validation_file",
+    "test_file",
+    "text_columns",
+    "references_column",
+    "label_column",
+    "image_column",
+    "image_shape",
+)
+DECODING = ("num_beams", "length_penalty", "no_repeat_ngram_size", "max_new_tokens")
 
 
 @dataclass(kw_only=True)
 class DataArguments:
     """Where the data comes from, which columns count and how they are encoded.
 
-    With ``tasks``, the other keys are what the tasks have in common, and each task adds its own. Without, exactly one source is needed: ``dataset_name``, or ``train_file`` with or without the other two files. Everything
-    else is inferred where it can be, and what is given here wins.
+    With ``tasks``, the other keys are what the tasks have in common, and each task adds its own. Without, exactly one source
+    is needed: ``dataset_name``, ``data_files``, or ``train_file`` with or without the other two files. Everything else is
+    inferred where it can be, and what is given here wins.
 
     Raises:
         DataError: a value of the wrong type or out of range.
@@ -25,7 +44,8 @@ class DataArguments:
         default=None,
         metadata={
             "help": "Several tasks in one run, for a strategy that takes them: a list of mappings with a name and any of "
-            "these data keys, for example {name: rte, train_file: rte.jsonl}."
+            "these data keys, for example {name: rte, train_file: rte.jsonl}. As flags, NAME:KEY=VALUE,...: those of the "
+            "recipe's tasks to train and what to change about them, for example rte:data_files=folder."
         },
     )
     mixing: Literal["proportional", "temperature", "round_robin", "size_capped"] = field(
@@ -58,6 +78,12 @@ class DataArguments:
     dataset_revision: str | None = field(
         default=None, metadata={"help": "Branch, tag or commit of the hub dataset. Default: its main branch."}
     )
+    data_files: str | None = field(
+        default=None,
+        metadata={
+            "help": "A folder with a file train and perhaps validation and test: .json, .jsonl, .csv or .parquet."
+        },
+    )
     train_file: str | None = field(default=None, metadata={"help": "Training rows: .json, .jsonl, .csv or .parquet."})
     validation_file: str | None = field(default=None, metadata={"help": "Validation rows, same file types."})
     test_file: str | None = field(default=None, metadata={"help": "Test rows, same file types."})
@@ -65,7 +91,15 @@ class DataArguments:
         default=None,
         metadata={
             "help": "One column for single sentences, two for pairs; any further ones are joined to the second. For "
-            "causal_lm two columns are prompt and completion, and only the completion is learnt."
+            "causal_lm two columns are prompt and completion, and only the completion is learnt; a prompt may be a list, "
+            "which is written a line an item, and a list of completions is as many rows."
+        },
+    )
+    references_column: str | None = field(
+        default=None,
+        metadata={
+            "help": "Column with a list of texts that bleu and chrf compare with where it holds any. Default: all "
+            "completions of the prompt."
         },
     )
     label_column: str | None = field(
@@ -86,14 +120,31 @@ class DataArguments:
         default=None, metadata={"help": "Train on this many rows, drawn at random by the seed. Default: all."}
     )
     max_eval_samples: Annotated[int, Ge(1)] | None = field(
-        default=None, metadata={"help": "Evaluate on this many rows of each split, drawn at random by the seed."}
+        default=None,
+        metadata={
+            "help": "Evaluate on this many rows of each split, drawn at random by the seed; for bleu and chrf, on "
+            "this many prompts with all their rows. Default: all."
+        },
     )
     metrics: Annotated[list[str], Len(1)] | None = field(
         default=None,
         metadata={
             "help": "Metrics, the main one first: accuracy, f1, macro_f1, matthews_correlation; pearson, spearman, "
-            "mse; perplexity, loss. Default: by task."
+            "mse; perplexity, loss, and of generated completions bleu, chrf (after training, on validation and test). "
+            "Default: by task."
         },
+    )
+    num_beams: Annotated[int, Ge(1)] = field(
+        default=10, metadata={"help": "Beams of the search for a completion, for bleu and chrf; 1 is greedy."}
+    )
+    length_penalty: float = field(
+        default=0.8, metadata={"help": "A beam's log-probability is divided by its length to this power."}
+    )
+    no_repeat_ngram_size: Annotated[int, Ge(0)] = field(
+        default=4, metadata={"help": "A completion repeats no n-gram of its own of this size; 0 allows all."}
+    )
+    max_new_tokens: Annotated[int, Ge(1)] = field(
+        default=64, metadata={"help": "Longest completion that is generated, in tokens."}
     )
     validation_fraction: Annotated[float, Gt(0), Lt(1)] = field(
         default=0.1,
@@ -112,8 +163,15 @@ class DataArguments:
             except ValidationError as error:
                 raise DataError(f"{name}={value!r}: {error.errors()[0]['msg']}", owner="the data arguments") from None
 
+    @property
+    def decoding(self) -> dict[str, Any]:
+        """How completions are generated, by the names of transformers' ``GenerationConfig``."""
+        return {name: getattr(self, name) for name in DECODING}
+
     def each(self) -> list[tuple[str | None, DataArguments]]:
         """Return the tasks one by one: the name it was given, if any, and the arguments of it alone.
+
+        A task's own source takes the place of one they have in common, and of what was said about that one's columns.
 
         Raises:
             DataError: a key that is none of these, or a value of the wrong type or out of range.
@@ -123,12 +181,44 @@ class DataArguments:
         joint = ("tasks", "mixing", "mixing_temperature", "mixing_cap")
         known = [item.name for item in fields(self) if item.name not in joint]
         shared = {name: getattr(self, name) for name in known}
+        sourceless = {name: value for name, value in shared.items() if name not in _OF_SOURCE}
+        common = any(shared[name] for name in SOURCES)
         for position, task in enumerate(self.tasks):
             for key in task:
                 if key not in (*known, "name"):
                     owner = f"tasks[{position}]"
                     raise DataError(f"no key {key!r}", owner=owner, remedy=did_you_mean(key, known) or "see --keys")
         return [
-            (task.get("name"), DataArguments(**{**shared, **{key: task[key] for key in task if key != "name"}}))
+            (
+                task.get("name"),
+                DataArguments(
+                    **(sourceless if common and _names_source(task) else shared)
+                    | {key: value for key, value in task.items() if key != "name"}
+                ),
+            )
             for task in self.tasks
         ]
+
+
+def _names_source(keys: Mapping[str, Any]) -> bool:
+    return any(name in keys for name in SOURCES)
+
+
+def choose_tasks(tasks: Sequence[Mapping[str, Any]], flags: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the tasks that flags ask for, each as ``NAME`` or ``NAME:KEY=VALUE,...``.
+
+    A task that ``tasks`` has is that one with these keys changed; where they name another source, the old one's files and
+    columns are forgotten. Any other is a new one.
+
+    Raises:
+        SelectionError: a flag that cannot be read, or one name twice.
+    """
+    known = {task.get("name"): task for task in tasks}
+    chosen = []
+    for selection in parse_selections(list(flags), "task"):
+        moved = any(key in selection.options for key in SOURCES)
+        kept = {
+            key: value for key, value in known.get(selection.name, {}).items() if not moved or key not in _OF_SOURCE
+        }
+        chosen.append({**kept, "name": selection.name, **selection.options})
+    return chosen

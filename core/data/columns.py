@@ -46,12 +46,14 @@ class Columns:
     Attributes:
         text: none for images, one for single texts, two or more for pairs.
         label: ``None`` for language modelling.
+        references: column with lists of texts that the answer to a prompt is compared with, if there is one.
         image: ``None`` for text.
         image_shape: height, width and perhaps channels of raw uint8 bytes; empty for images in a file format.
     """
 
     text: tuple[str, ...] = ()
     label: str | None = None
+    references: str | None = None
     image: str | None = None
     image_shape: tuple[int, ...] = ()
 
@@ -68,7 +70,8 @@ def infer(args: DataArguments, features: Features) -> tuple[TaskKind, Columns]:
     kind = asked or _inferred_kind(features, label, image)
     if image:
         return kind, Columns(label=label, image=image, image_shape=tuple(args.image_shape or ()))
-    return kind, Columns(text=_text_columns(args, features, label), label=label)
+    text = _text_columns(args, features, label, lists=asked is TaskKind.CAUSAL_LM)
+    return kind, Columns(text=text, label=label, references=_references_column(args, features, kind, text))
 
 
 def dtype(feature: Any) -> str:
@@ -86,6 +89,15 @@ def described(features: Features) -> list[str]:
 def is_text(feature: Any) -> bool:
     """Whether a column holds strings."""
     return dtype(feature) in ("string", "large_string")
+
+
+def is_list(feature: Any, depth: int = 2) -> bool:
+    """Whether a column holds lists of strings, or up to ``depth`` lists within each other."""
+    from datasets import LargeList, List
+
+    if not isinstance(feature, List | LargeList):
+        return False
+    return is_text(feature.feature) or (depth > 1 and is_list(feature.feature, depth - 1))
 
 
 def _given_kind(asked: str | None) -> TaskKind | None:
@@ -135,10 +147,28 @@ def _is_all_text(args: DataArguments, features: Features) -> bool:
     return all(name in texts or _is_identifier(name) for name in features)
 
 
-def _text_columns(args: DataArguments, features: Features, label: str | None) -> tuple[str, ...]:
+def _references_column(args: DataArguments, features: Features, kind: TaskKind, text: tuple[str, ...]) -> str | None:
+    if args.references_column is None:
+        return None
+    column = _existing("references_column", args.references_column, features)
+    if kind is not TaskKind.CAUSAL_LM or len(text) < 2:
+        raise DataError(
+            f"references_column {column!r} without a prompt", remedy="give text_columns: prompt, completion"
+        )
+    if not is_list(features[column], depth=1):
+        raise DataError(f"references_column {column!r} holds {dtype(features[column])}, not lists of texts")
+    return column
+
+
+def _text_columns(
+    args: DataArguments, features: Features, label: str | None, *, lists: bool = False
+) -> tuple[str, ...]:
     if args.text_columns:
-        for name in args.text_columns:
-            if not is_text(features[_existing("text_columns", name, features)]):
+        for position, name in enumerate(args.text_columns):
+            feature = features[_existing("text_columns", name, features)]
+            # A prompt may be a list, even of lists; completions may be a list of them.
+            listed = lists and len(args.text_columns) > 1 and is_list(feature, depth=1 if position else 2)
+            if not (is_text(feature) or listed):
                 raise DataError(f"text column {name!r} holds {dtype(features[name])}, not text")
         return tuple(args.text_columns)
     texts = tuple(

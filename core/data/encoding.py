@@ -143,7 +143,7 @@ def _completions(split: Dataset, data: TaskData, tokenizer: PreTrainedTokenizerB
     first, *others = data.columns.text
 
     def encode_batch(batch: dict[str, list[Any]]) -> dict[str, Any]:
-        prompts = _documents([f"{prompt}\n" for prompt in batch[first]], tokenizer)
+        prompts = encode_prompts(batch[first], tokenizer)
         completions = _documents(_joined(batch, others), tokenizer, add_special_tokens=False)
         rows = []
         for prompt, completion in zip(prompts, completions, strict=True):
@@ -157,6 +157,11 @@ def _completions(split: Dataset, data: TaskData, tokenizer: PreTrainedTokenizerB
         }
 
     return _map(split, encode_batch, made=("input_ids", "attention_mask", "labels"))
+
+
+def encode_prompts(prompts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Return the token ids of prompts as they stand before a completion, the line break included."""
+    return _documents([f"{prompt}\n" for prompt in prompts], tokenizer)
 
 
 def _blocks(split: Dataset, data: TaskData, tokenizer: PreTrainedTokenizerBase) -> Dataset:

@@ -22,7 +22,8 @@ FILE_TYPES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "par
 BUILT_IN: dict[str, Callable[[], DatasetDict]] = {"python_docs": python_docs.load}
 # How published datasets call the split that transformers calls validation, best first.
 VALIDATION_NAMES = ("validation", "validation_matched", "dev", "valid", "val")
-
+# Where the hub keeps the rows of datasets whose own files are a script, one folder for each configuration.
+PARQUET_REVISION = "refs/convert/parquet"
 
 _REMEDY = "check name, configuration, network and HF_HUB_OFFLINE, or give train_file, or a built-in: " + ", ".join(
     BUILT_IN
@@ -62,20 +63,43 @@ def load_splits(args: DataArguments) -> DatasetDict:
     """
     files = {"train": args.train_file, "validation": args.validation_file, "test": args.test_file}
     given = {split: path for split, path in files.items() if path is not None}
-    if bool(args.dataset_name) == bool(given):
+    sources = [f"dataset_name={args.dataset_name!r}"] if args.dataset_name else []
+    sources += [f"data_files={args.data_files!r}"] if args.data_files else []
+    sources += [", ".join(f"{split}_file" for split in given)] if given else []
+    if len(sources) != 1:
         raise DataError(
-            f"dataset_name={args.dataset_name!r} and {', '.join(f'{split}_file' for split in given)} both name the data"
-            if given
+            f"{' and '.join(sources)} {'both' if len(sources) == 2 else 'all'} name the data"
+            if sources
             else "no data is named",
-            remedy="give either dataset_name or train_file",
+            remedy="give one of dataset_name, data_files and train_file",
         )
+    if args.data_files:
+        given = _files_in(Path(args.data_files).expanduser())
     if args.dataset_name:
         splits = _load_named(args.dataset_name, args.dataset_config_name, args.dataset_revision)
-    elif "train" not in given:
+    elif "train" not in given and not args.data_files:
         raise DataError(f"{' and '.join(f'{split}_file' for split in given)} without train_file")
     else:
         splits = {split: _load_file(Path(path).expanduser()) for split, path in given.items()}
-    return _checked(splits, owner=args.dataset_name or str(args.train_file))
+    return _checked(splits, owner=args.dataset_name or args.data_files or str(args.train_file))
+
+
+def _files_in(folder: Path) -> dict[str, str]:
+    """Return the files of a folder that are named after a split."""
+    if not folder.is_dir():
+        raise DataError(
+            f"data_files={str(folder)!r} is no folder", remedy="give a folder with train.jsonl, or train_file"
+        )
+    found: dict[str, str] = {}
+    for split, names in {"train": ("train",), "validation": VALIDATION_NAMES, "test": ("test",)}.items():
+        for name in names:
+            paths = [path for path in sorted(folder.glob(f"{name}.*")) if path.suffix.lower() in FILE_TYPES]
+            if len(paths) > 1:
+                raise DataError(f"{' and '.join(path.name for path in paths)} are both {split}", owner=str(folder))
+            if paths:
+                found[split] = str(paths[0])
+                break
+    return found
 
 
 def _load_named(name: str, config: str | None, revision: str | None) -> dict[str, Dataset]:
@@ -86,7 +110,8 @@ def _load_named(name: str, config: str | None, revision: str | None) -> dict[str
     with _as_data_error(f"dataset {name!r} cannot be loaded", remedy=did_you_mean(name, BUILT_IN) or _REMEDY):
         from datasets import load_dataset
 
-        loaded = load_dataset(name, config, revision=revision)
+        where = {"data_dir": config} if revision == PARQUET_REVISION else {"name": config}
+        loaded = load_dataset(name, revision=revision, **where)
     validation = next((split for split in VALIDATION_NAMES if split in loaded), None)
     sources = {"train": "train", "validation": validation, "test": "test"}
     return {split: loaded[source] for split, source in sources.items() if source in loaded}

@@ -1,4 +1,4 @@
-"""Metrics by task, from scikit-learn and scipy, and the majority baseline they are read against.
+"""Metrics by task, from scikit-learn, scipy and sacrebleu, and the majority baseline they are read against.
 
 What is left open where a formula has no answer is settled here, and no metric ever warns:
 
@@ -84,12 +84,14 @@ _BY_KIND: dict[TaskKind, dict[str, Metric]] = {
 }
 # The Trainer's own evaluation loss gives these two; gathering every logit of a vocabulary for them would fill the memory.
 _FROM_LOSS = ("perplexity", "loss")
+# Of what a trained model writes; measured once, after training: see ``generation``.
+GENERATED = ("bleu", "chrf")
 
 
 def metric_names(kind: TaskKind, num_labels: int = 0) -> tuple[str, ...]:
     """Return every metric that fits such a task; ``f1`` is the positive class's and needs exactly two classes."""
     if kind.is_language_modelling:
-        return _FROM_LOSS
+        return (*_FROM_LOSS, *GENERATED) if kind is TaskKind.CAUSAL_LM else _FROM_LOSS
     return tuple(name for name in _BY_KIND[kind] if name != "f1" or num_labels == 2)
 
 
@@ -111,7 +113,7 @@ def check_metrics(names: Sequence[str], kind: TaskKind, num_labels: int = 0) -> 
     fitting = metric_names(kind, num_labels)
     for name in names:
         if name not in fitting:
-            every = (*_CLASSIFICATION, *_REGRESSION, *_FROM_LOSS)
+            every = (*_CLASSIFICATION, *_REGRESSION, *_FROM_LOSS, *GENERATED)
             what = f"does not fit {kind} with {num_labels} classes" if num_labels else f"does not fit {kind}"
             raise DataError(
                 f"metric {name!r} {what if name in every else 'is unknown'}",
@@ -152,7 +154,8 @@ def compute_joint_metrics(tasks: Sequence[Task]) -> Callable[[EvalPrediction], d
     """Return the ``compute_metrics`` of a Trainer whose rows belong to several tasks.
 
     It takes labels and ``task_ids``, and logits of shape (rows, widest label space), or what :func:`token_losses` makes of
-    a language model's. Metrics are named ``<task>_<metric>``; ``mean`` is the mean of the tasks' main ones.
+    a language model's. Metrics are named ``<task>_<metric>``; ``mean`` is the mean of the tasks' main ones, and is left
+    out where one of them is only known after training.
     """
     singly = [compute_metrics(task) for task in tasks]
 
@@ -174,10 +177,16 @@ def compute_joint_metrics(tasks: Sequence[Task]) -> Callable[[EvalPrediction], d
                 own = logits[rows][:, : task.num_labels]
                 scores = score(EvalPrediction(predictions=own, label_ids=np.asarray(labels)[rows]))
             found |= {f"{task.name}_{name}": value for name, value in scores.items()}
-        main = [found[f"{task.name}_{task.metrics[0]}"] for task in tasks]
-        return {**found, MEAN: sum(main) / len(main)}
+        return found | mean_of_main(tasks, found)
 
     return compute
+
+
+def mean_of_main(tasks: Sequence[Task], found: Mapping[str, float], prefix: str = "") -> dict[str, float]:
+    """Return ``<prefix>mean``, the mean of ``<task>_<prefix><metric>`` over the tasks' main metrics, if all are there."""
+    main = [found.get(f"{task.name}_{prefix}{task.metrics[0]}") for task in tasks]
+    known = [value for value in main if value is not None]
+    return {f"{prefix}{MEAN}": sum(known) / len(known)} if len(known) == len(main) else {}
 
 
 def token_losses(logits: torch.Tensor, labels: Any) -> torch.Tensor:
@@ -197,7 +206,7 @@ def token_losses(logits: torch.Tensor, labels: Any) -> torch.Tensor:
 
 def _from_loss(task: Task, loss: float) -> dict[str, float]:
     known = {"loss": loss, "perplexity": _exp(loss)}
-    return {name: known[name] for name in task.metrics}
+    return {name: known[name] for name in task.metrics if name in known}
 
 
 def _scores(task: Task, labels: np.ndarray[Any, Any], predictions: np.ndarray[Any, Any]) -> dict[str, float]:
@@ -220,6 +229,26 @@ def _exp(loss: float) -> float:
         return math.exp(loss)
     except OverflowError:
         return math.inf
+
+
+def text_scores(names: Sequence[str], answers: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
+    """Score generated texts: corpus ``bleu`` and ``chrf`` of sacrebleu with its default settings, 0 to 100.
+
+    Args:
+        names: which of :data:`GENERATED`.
+        answers: one text a prompt.
+        references: of each prompt one or more texts.
+    """
+    from sacrebleu.metrics.bleu import BLEU
+    from sacrebleu.metrics.chrf import CHRF
+
+    streams = [
+        [texts[number] if number < len(texts) else None for texts in references]
+        for number in range(max(map(len, references)))
+    ]
+    # force: no advice on stderr about text that looks tokenized
+    scorers: dict[str, Any] = {"bleu": BLEU(force=True), "chrf": CHRF()}
+    return {name: float(scorers[name].corpus_score(list(answers), streams).score) for name in names}
 
 
 def majority_baseline(task: Task, train_labels: Sequence[float], eval_labels: Sequence[float]) -> dict[str, float]:

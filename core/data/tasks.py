@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ...registry.context import Task
+from ...registry.context import Task, TaskKind
 from ...registry.errors import DataError
 from .columns import LABEL_NAMES, Columns, described, dtype, infer, is_text
 from .labels import add_labels
 from .loading import hold_out, load_splits, quiet, sample
-from .metrics import check_metrics, default_metrics
+from .metrics import GENERATED, check_metrics, default_metrics
+from .pairs import hold_out_prompts, sample_prompts, spell_out
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -29,12 +31,14 @@ class TaskData:
             modelling, a column ``labels``: class numbers, or float32 for regression.
         columns: the columns that count.
         max_length: longest input, in tokens.
+        decoding: how completions are generated, by the names of transformers' ``GenerationConfig``.
     """
 
     task: Task
     splits: DatasetDict
     columns: Columns
     max_length: int
+    decoding: Mapping[str, Any]
 
 
 def load_tasks(args: DataArguments, seed: int) -> list[TaskData]:
@@ -79,26 +83,48 @@ def build(args: DataArguments, raw: DatasetDict, seed: int) -> TaskData:
     from datasets import DatasetDict
 
     kind, columns = infer(args, raw["train"].features)
+    is_pairs = kind is TaskKind.CAUSAL_LM and len(columns.text) > 1
+    if is_pairs:
+        raw = DatasetDict({name: spell_out(split, name, columns) for name, split in raw.items()})
     for name, split in raw.items():
         _check_inputs(split, name, columns)
     splits, label_names = (raw, ()) if columns.label is None else add_labels(raw, columns.label, kind)
+    metrics = check_metrics(args.metrics or default_metrics(kind, len(label_names)), kind, len(label_names))
+    generated = next((name for name in metrics if name in GENERATED), None)
+    if generated and not is_pairs:
+        raise DataError(f"metric {generated!r} needs a prompt", remedy="give text_columns: prompt and completion")
+    prompt = columns.text[0] if generated else None
     if "validation" not in splits:
-        train, held = hold_out(splits["train"], args.validation_fraction, seed, by_class=bool(label_names))
+        train, held = (
+            hold_out_prompts(splits["train"], prompt, args.validation_fraction, seed)
+            if prompt
+            else hold_out(splits["train"], args.validation_fraction, seed, by_class=bool(label_names))
+        )
         splits = DatasetDict({**splits, "train": train, "validation": held})
-    sizes = {"train": args.max_train_samples}
-    drawn = {name: sample(split, sizes.get(name, args.max_eval_samples), seed) for name, split in splits.items()}
-    metrics = args.metrics or default_metrics(kind, len(label_names))
+    drawn = {name: _drawn(split, name, args, prompt, seed) for name, split in splits.items()}
     task = Task(
         name=_name(args, columns.label),
         kind=kind,
         label_names=label_names,
-        metrics=check_metrics(metrics, kind, len(label_names)),
+        metrics=metrics,
     )
-    return TaskData(task=task, splits=DatasetDict(drawn), columns=columns, max_length=args.max_length)
+    return TaskData(
+        task=task, splits=DatasetDict(drawn), columns=columns, max_length=args.max_length, decoding=args.decoding
+    )
+
+
+def _drawn(split: Dataset, name: str, args: DataArguments, prompt: str | None, seed: int) -> Dataset:
+    if name == "train":
+        return sample(split, args.max_train_samples, seed)
+    if prompt:
+        return sample_prompts(split, prompt, args.max_eval_samples, seed)
+    return sample(split, args.max_eval_samples, seed)
 
 
 def _check_inputs(split: Dataset, name: str, columns: Columns) -> None:
     """Refuse a split that lacks an input column, or has an empty cell in one."""
+    if columns.references and columns.references not in split.features:
+        raise DataError(f"column {columns.references!r} is missing from {name!r}", known=described(split.features))
     for column in (columns.image,) if columns.image else columns.text:
         if column not in split.features:
             raise DataError(f"column {column!r} is missing from {name!r}", known=described(split.features))
@@ -114,7 +140,7 @@ def _name(args: DataArguments, label: str | None) -> str:
     if args.dataset_name:
         parts = [Path(args.dataset_name).name, args.dataset_config_name]
     else:
-        path = Path(str(args.train_file)).expanduser().resolve()
-        parts = [path.parent.name if path.stem == "train" else path.stem]
+        path = Path(str(args.data_files or args.train_file)).expanduser().resolve()
+        parts = [path.parent.name if path.stem == "train" and not args.data_files else path.stem]
     parts.append(None if label in LABEL_NAMES else label)
     return "-".join(part for part in parts if part)

@@ -79,7 +79,7 @@ BAD_KEYS: list[tuple[dict[str, Any], str]] = [
     ({"model_name_or_path": "no/folder/here"}, "cannot load model 'no/folder/here'"),
     ({"model_name_or_path": "package:no-such-package/model"}, "pip install no-such-package"),
     ({"dtype": "float23"}, "known: float32, bfloat16, float16, auto; did you mean 'float"),
-    ({"train_file": None}, "no data is named; give either dataset_name or train_file"),
+    ({"train_file": None}, "no data is named; give one of dataset_name, data_files and train_file"),
     ({"train_file": "missing.jsonl"}, "file 'missing.jsonl' does not exist"),
     ({"label_column": "lable"}, "there is no column 'lable'; known: text (string), label (string); did you mean"),
     ({"max_length": "long"}, "max_length='long'"),

@@ -88,7 +88,7 @@ def test_an_unreadable_file_is_one_line(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({}, "no data is named; give either dataset_name or train_file"),
+        ({}, "no data is named; give one of dataset_name, data_files and train_file"),
         ({"dataset_name": "x", "train_file": "y.csv"}, "dataset_name='x' and train_file both name the data"),
         ({"validation_file": "y.csv"}, "validation_file without train_file"),
         ({"train_file": "no/such.csv"}, "file 'no/such.csv' does not exist"),
