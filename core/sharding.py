@@ -89,6 +89,13 @@ class ModelSharding:
         _hide(module, name)
         return frozen
 
+    def adopt(self, module: nn.Module, name: str, child: nn.Module) -> None:
+        """Make ``child`` a submodule that trains, in no state_dict; what shards the model shards it too."""
+        module.add_module(name, child)
+        for owner in child.modules():
+            for parameter, _ in owner.named_parameters(recurse=False):
+                _hide(owner, parameter)
+
     def remove_companion(self, module: nn.Module, name: str) -> None:
         """Take a companion away again; the last one takes the state_dict hooks along."""
         delattr(module, name)
@@ -101,12 +108,18 @@ class ModelSharding:
 
 
 def companion_names(model: nn.Module) -> frozenset[str]:
-    """Return the full names of all companions in ``model``: what no file may contain."""
+    """Return the full names of all companions and adopted parameters in ``model``: what no file of it may contain."""
     return frozenset(
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
         for name in getattr(module, _COMPANIONS, ((), ()))[0]
     )
+
+
+def adopted_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that train with ``model`` without being part of it, by full name."""
+    live = dict(model.named_parameters())
+    return {name: live[name] for name in sorted(companion_names(model)) if live[name].requires_grad}
 
 
 def is_sharded(param: nn.Parameter) -> bool:
@@ -133,8 +146,11 @@ def full_state_dict(model: nn.Module, only_trainable: bool = False) -> dict[str,
 
 
 def parameter_counts(model: nn.Module) -> dict[str, int]:
-    """Return how many parameters train and how many there are, tied ones once, companions not at all."""
-    hidden = companion_names(model)
+    """Return how many parameters train and how many there are, tied ones once, companions not at all.
+
+    What a regularizer trains beside the model counts.
+    """
+    hidden = companion_names(model) - adopted_parameters(model).keys()
     sizes = [
         (int(getattr(param, "ds_numel", param.numel())), param.requires_grad)
         for name, param in model.named_parameters()
@@ -187,17 +203,22 @@ def _hide(module: nn.Module, name: str) -> None:
     """Keep a parameter out of ``state_dict`` and off the list of keys a loaded one misses."""
     if not hasattr(module, _COMPANIONS):
         names: set[str] = set()
+        missing: set[str] = set()  # of the load at hand
 
         def drop(_module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
             for key in names:
                 state.pop(prefix + key, None)
 
+        def locate(_module: nn.Module, _state: dict[str, Any], prefix: str, *_: Any) -> None:
+            missing.clear()
+            missing.update(prefix + key for key in names)
+
         def forgive(_module: nn.Module, incompatible: Any) -> None:
-            keep = [key for key in incompatible.missing_keys if key.rsplit(".", 1)[-1] not in names]
-            incompatible.missing_keys[:] = keep
+            incompatible.missing_keys[:] = [key for key in incompatible.missing_keys if key not in missing]
 
         hooks: list[RemovableHandle] = [
             module.register_state_dict_post_hook(drop),  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_pre_hook(locate),  # type: ignore[no-untyped-call]
             module.register_load_state_dict_post_hook(forgive),  # type: ignore[no-untyped-call]
         ]
         setattr(module, _COMPANIONS, (names, hooks))

@@ -82,6 +82,7 @@ class PluginTrainerMixin(WholeCheckpoints):
                 module._weight_conversions = []  # type: ignore[assignment]
         self.run = make_context(model, args, self._given_task or infer_task(model))
         self.recipe.check(model, self.run)
+        self.recipe.check_loss(args)
         self._base = describe_base(model, self.run, self._base_reference)
         strategy = self.recipe.strategy
         if strategy is not None:
@@ -106,6 +107,15 @@ class PluginTrainerMixin(WholeCheckpoints):
 
     def _manifest(self) -> dict[str, Any]:
         return manifest(self.run, self._base, self.recipe.describe())
+
+    def _settle(self) -> None:
+        for regularizer in self.recipe.regularizers:
+            regularizer.settle()
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate the model's own weights, as they would be saved now."""
+        self._settle()
+        return super().evaluation_loop(*args, **kwargs)
 
     def detach(self) -> None:
         """Take every regularizer off the model, which is plain again afterwards."""
@@ -190,12 +200,15 @@ class PluginTrainerMixin(WholeCheckpoints):
                 f"{folder} was trained on another base model: {recorded['name_or_path'] or recorded['class']}",
                 remedy="resume with the model it began with",
             )
+        if self.model_init is None:
+            self._check_adopted(folder)
         return str(folder)
 
     def probe(self, moment: str) -> None:
         """Measure with every probe now; ``moment`` is ``begin``, ``evaluate`` or ``end``."""
         if self._reference is None:
             return
+        self._settle()
         subject = Subject(
             model=self._equipped,
             run=self.run,

@@ -191,6 +191,14 @@ class Sharding(Protocol):
         """Take a companion away again."""
         ...
 
+    def adopt(self, module: nn.Module, name: str, child: nn.Module) -> None:
+        """Make ``child`` a submodule ``module.<name>`` that trains with the model and is in none of its state_dicts.
+
+        Its parameters go to the optimizer, are sharded, and are saved and restored with every checkpoint. Call it in
+        ``attach``, and ``delattr(module, name)`` in ``detach``.
+        """
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:

@@ -118,6 +118,12 @@ class Regularizer(Plugin):
         """Return a scalar that replaces the task loss (mean over the micro-batch), or ``None`` to leave it."""
         return None
 
+    def settle(self) -> None:
+        """Write into the model's own weights what they stand for, if training state lives elsewhere (``Sharding.adopt``).
+
+        Called on every rank before the model is evaluated, measured or saved; training goes on afterwards.
+        """
+
     def penalty(self, batch: Batch) -> torch.Tensor | None:
         """Return the unweighted penalty, a scalar averaged over the micro-batch, or ``None``. Called once a forward pass.
 

@@ -54,6 +54,11 @@ class TestMmr(RegularizerLaws):
     models = ("bert_classifier", "llama_causal_lm", "vit_classifier")
 
 
+class TestMHLoss(RegularizerLaws):
+    plugin = "mhloss:heads=5"
+    models = ("bert_classifier", "vit_classifier")
+
+
 def test_every_plugin_is_tried() -> None:
     """A new plugin of tunery needs a class above."""
     tried = {
