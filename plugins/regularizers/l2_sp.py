@@ -1,6 +1,9 @@
 """L2-SP: (alpha/2) sum (w - w0)^2 over pre-trained weights + (beta/2) sum w^2 over new ones (Li et al. 2018, eq. 2).
 
-The penalty's value is computed inside each module's forward, and its gradient, alpha (w - w0), inside each module's
+Others write the same penalty without the half, or as a mean over the weights: ``form``. With w = (1, 2), w0 = 0 and one new
+weight 3, alpha = 0.1 and beta = 0.01 give 0.295 in the authors' form; alpha = 1 and beta = 0 give 2.5 as a mean, 5 as a sum.
+
+The penalty's value is computed inside each module's forward, and its gradient, a multiple of w - w0, inside each module's
 backward: there the weights are whole also under ZeRO-3, and nothing of their size is kept in between.
 """
 
@@ -9,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge
 
@@ -41,10 +44,14 @@ class L2SP(Regularizer):
         Attributes:
             alpha: strength on pre-trained weights, per squared weight (authors' default 0.1).
             beta: strength on new weights (authors' default 0.01).
+            form: ``sum_half`` as the authors write it; ``sum`` leaves out both halves; ``mean`` divides, instead of by two, by
+                the number of pre-trained weights that train, and by that of new ones: a strength does not depend on the
+                model's size then, and is that many times smaller.
         """
 
         alpha: Annotated[float, Ge(0)] = 0.1
         beta: Annotated[float, Ge(0)] = 0.01
+        form: Literal["sum_half", "sum", "mean"] = "sum_half"
 
     config: Config
 
@@ -64,24 +71,33 @@ class L2SP(Regularizer):
         """Keep a frozen copy of every trainable pre-trained parameter beside it, sharded as it is.
 
         Raises:
-            CompatibilityError: nothing trains.
+            CompatibilityError: nothing trains that has a strength.
         """
-        seen: set[int] = set()  # tied weights count once
-        for module_name, module in model.named_modules():
-            pulls: list[tuple[str, str | None, float]] = []
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                if not parameter.requires_grad or id(parameter) in seen:
-                    continue
-                seen.add(id(parameter))
-                anchored = run.is_pretrained(f"{module_name}.{name}" if module_name else name)
-                strength = self.config.alpha if anchored else self.config.beta
-                if strength:
-                    pulls.append((name, self._anchor(module, name, run.sharding) if anchored else None, strength))
-            if pulls:
-                self._owners.add(module)
-                self._hooks.append(module.register_forward_hook(partial(self._after_forward, pulls)))
-        if not seen:
-            raise CompatibilityError("regularizer 'l2_sp' finds no parameter that trains")
+        trained = list(_trained(model, run))
+        factors = {
+            anchored: strength * self._normaliser([own for *_, own, kind in trained if kind is anchored])
+            for anchored, strength in ((True, self.config.alpha), (False, self.config.beta))
+        }
+        pulls: dict[nn.Module, list[tuple[str, str | None, float]]] = {}
+        for module, name, _, anchored in trained:
+            if factors[anchored]:
+                anchor = self._anchor(module, name, run.sharding) if anchored else None
+                pulls.setdefault(module, []).append((name, anchor, factors[anchored]))
+        if not pulls:
+            raise CompatibilityError(
+                f"regularizer 'l2_sp' would do nothing: {len(trained)} parameters train, "
+                f"{sum(anchored for *_, anchored in trained)} of them pre-trained, "
+                f"with alpha={self.config.alpha:g} on these and beta={self.config.beta:g} on the others",
+                remedy="leave it out, or give a strength to what trains",
+            )
+        self._owners = set(pulls)
+        self._hooks = [m.register_forward_hook(partial(self._after_forward, pulled)) for m, pulled in pulls.items()]
+
+    def _normaliser(self, parameters: list[nn.Parameter]) -> float:
+        """Return what a sum of squares over these parameters is multiplied by."""
+        if self.config.form == "mean":
+            return 1 / max(1, sum(int(getattr(p, "ds_numel", p.numel())) for p in parameters))
+        return 0.5 if self.config.form == "sum_half" else 1.0
 
     def _anchor(self, module: nn.Module, name: str, sharding: Sharding) -> str:
         anchor = f"l2_sp_{name}"
@@ -110,7 +126,7 @@ class L2SP(Regularizer):
         strengths = [strength for _, _, strength in pulls]
         with torch.no_grad():
             for weight, anchor, strength in zip(weights, anchors, strengths, strict=True):
-                self._values += [0.5 * strength * part for part in _squares(weight, anchor)]
+                self._values += [strength * part for part in _squares(weight, anchor)]
         return _through_first_tensor(output, lambda x: _pull().apply(x, self, anchors, strengths, *weights))
 
     def penalty(self, batch: Batch) -> torch.Tensor | None:
@@ -132,6 +148,16 @@ class L2SP(Regularizer):
         for sharding, module, anchor in self._companions:
             sharding.remove_companion(module, anchor)
         self._clear()
+
+
+def _trained(model: nn.Module, run: RunContext) -> Iterator[tuple[nn.Module, str, nn.Parameter, bool]]:
+    """Yield every parameter that trains with its module, its name there, and whether it is pre-trained; tied ones once."""
+    seen: set[int] = set()
+    for module_name, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield module, name, parameter, run.is_pretrained(f"{module_name}.{name}" if module_name else name)
 
 
 def _squares(weight: torch.Tensor, anchor: torch.Tensor | None) -> Iterator[torch.Tensor]:
@@ -171,7 +197,7 @@ def _pull() -> Any:
     import torch
 
     class Pull(torch.autograd.Function):
-        """The identity on a module's output; in backward adds factor * strength * (w - w0) to each weight's gradient."""
+        """The identity on a module's output; in backward adds factor * 2 strength (w - w0) to each weight's gradient."""
 
         @staticmethod
         def forward(
@@ -188,7 +214,7 @@ def _pull() -> Any:
             pulls: list[torch.Tensor] = []
             for weight, anchor, strength in zip(ctx.weights, ctx.anchors, ctx.strengths, strict=True):
                 offset = weight.clone() if anchor is None else weight - anchor
-                pulls.append(offset.mul_((strength * factor).to(offset.dtype)))
+                pulls.append(offset.mul_((2 * strength * factor).to(offset.dtype)))
             return (grads[0], None, None, None, *pulls)
 
     return Pull

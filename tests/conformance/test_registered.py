@@ -31,6 +31,10 @@ class TestL2Sp(RegularizerLaws):
     models = WIDE
 
 
+class TestL2SpMean(RegularizerLaws):
+    plugin = "l2_sp:alpha=5,beta=5,form=mean"
+
+
 class TestWeightDistance(ProbeLaws):
     plugin = "weight_distance"
 
