@@ -109,6 +109,10 @@ def export(
     run: RunFolder,
     output_dir: Annotated[Path, typer.Option("--output_dir", help="A new folder to write.")],
     merge: Annotated[bool, typer.Option(help="Fold an adapter into its base model.")] = False,
+    wise_ft: Annotated[
+        float | None,
+        typer.Option("--wise_ft", help="Share of the trained weights in a mean with the pre-trained ones, 0 to 1."),
+    ] = None,
 ) -> None:
     """Write a run as what transformers or PEFT load where tunery is not installed."""
     from .console import calm
@@ -116,7 +120,7 @@ def export(
     calm()
     from .run import export_run
 
-    print(export_run(run, output_dir, merge=merge))
+    print(export_run(run, output_dir, merge=merge, wise_ft=wise_ft))
 
 
 def probe(

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, set_seed
 
-from ..registry.context import RunContext, Subject, Task
+from ..registry.context import RunContext, Subject
 from ..registry.errors import ArtifactError, RecipeError
 from .artifacts import (
     MANIFEST,
@@ -44,6 +44,7 @@ from .probing import MEASUREMENTS, Snapshot, measure
 from .recipe import Recipe, choose
 from .sharding import parameter_counts
 from .trainer import Trainer
+from .wise_ft import check_share, interpolate
 
 RESULT = "result.json"
 MAJORITY = "majority"
@@ -227,14 +228,8 @@ def load_run(folder: str | Path, *, with_reference: bool = False) -> LoadedRun:
     recipe = choose(strategy=selection)
     set_seed(manifest["seed"])
     whole = (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file()
-    model = _empty_model(folder, base["class"]) if whole and not with_reference else _base_model(base, task)
+    model = _empty_model(folder, base["class"]) if whole and not with_reference else _base_model(folder, manifest)
     run = make_context(model, _Bare(seed=manifest["seed"]), task)
-    if not (whole and not with_reference) and fingerprint_of(model, run) != base["fingerprint"]:
-        raise ArtifactError(
-            f"{base['name_or_path']} is not the base model that {folder} was trained on",
-            owner=str(folder / MANIFEST),
-            remedy="its weights have changed: get the revision the run began with",
-        )
     if recipe.strategy is not None:
         model = recipe.strategy.prepare(model, run)
     reference = Snapshot(model, run.sharding) if with_reference else None
@@ -260,34 +255,52 @@ def _empty_model(folder: Path, class_name: str) -> Any:
     return model_class(class_name)._from_config(config)
 
 
-def _base_model(base: Mapping[str, Any], task: Task) -> Any:
+def _base_model(folder: Path, manifest: Mapping[str, Any]) -> Any:
+    """Load the model that a run began with, and check that it is that one."""
+    task, base = tasks_of(manifest)[0], manifest["base_model"]
     if not base["name_or_path"]:
         raise ArtifactError(
             "the run does not name its base model", remedy="train from a hub name, folder or package: reference"
         )
     kwargs: dict[str, Any] = {} if task.kind.is_language_modelling or not task.num_labels else label_config(task)
-    return load_class(base["class"], base["name_or_path"], **kwargs)
+    model = load_class(base["class"], base["name_or_path"], **kwargs)
+    if fingerprint_of(model, make_context(model, _Bare(seed=manifest["seed"]), task)) != base["fingerprint"]:
+        raise ArtifactError(
+            f"{base['name_or_path']} is not the base model that {folder} was trained on",
+            owner=str(folder / MANIFEST),
+            remedy="its weights have changed: get the revision the run began with",
+        )
+    return model
 
 
-def export_run(folder: str | Path, output_dir: str | Path, *, merge: bool = False) -> Path:
+def export_run(
+    folder: str | Path, output_dir: str | Path, *, merge: bool = False, wise_ft: float | None = None
+) -> Path:
     """Write a run as what ``from_pretrained`` loads where tunery is not installed: a model, or a PEFT adapter.
 
     Args:
         folder: a run or checkpoint.
         output_dir: a new folder.
         merge: fold an adapter into its base model.
+        wise_ft: the share of the trained weights in a mean with the pre-trained ones, see :mod:`.wise_ft`.
 
     Raises:
         TuneryError: the run cannot be loaded or ``output_dir`` is taken; nothing has been written then.
     """
     folder, target = Path(folder), Path(output_dir)
+    if wise_ft is not None:
+        check_share(wise_ft)
     loaded = load_run(folder)
     strategy = loaded.recipe.strategy
     model: Any = loaded.model if strategy is None else strategy.export(loaded.model, loaded.run, merge=merge)
+    content = {key: value for key, value in loaded.manifest.items() if key != "files"}
+    if wise_ft is not None:
+        interpolate(model, _base_model(folder, loaded.manifest).state_dict(), loaded.run, wise_ft)
+        content["wise_ft"] = wise_ft
     with folder_in_place(target) as temporary:
         model.save_pretrained(temporary)
         _copy_processor(folder, temporary)
-        seal(temporary, {key: value for key, value in loaded.manifest.items() if key != "files"})
+        seal(temporary, content)
     return target
 
 

@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 _SAVED_MODULE = re.compile(r"\.modules_to_save\.[^.]+\.")
 
 
+def plain_name(name: str) -> str:
+    """Return what a parameter of a model wrapped by PEFT is called in the model itself."""
+    plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(".original_module.", ".")
+    return _SAVED_MODULE.sub(".", plain)
+
+
 class TaskKind(StrEnum):
     """What a task predicts, and so which loss, head and metrics it has."""
 
@@ -229,9 +235,7 @@ class RunContext:
 
     def is_pretrained(self, name: str) -> bool:
         """Whether parameter ``name``, of the model as handed in or as wrapped by PEFT, comes with a pre-trained value."""
-        plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(".original_module.", ".")
-        plain = _SAVED_MODULE.sub(".", plain)
-        return plain in self.pretrained_parameters
+        return plain_name(name) in self.pretrained_parameters
 
     def anatomy(self, model: nn.Module) -> Anatomy:
         """Return where ``model`` keeps its parts.
