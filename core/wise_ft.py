@@ -41,17 +41,16 @@ def interpolate(model: nn.Module, base: Mapping[str, torch.Tensor], run: RunCont
     """
     with torch.no_grad():
         moved = isinstance(model, PeftModel) and _scale_update(model, alpha)
+        # All names: of tied weights only the first counts as pre-trained, so that they move once.
         parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        done: set[int] = set()  # tied weights move once
         for name, value in model.state_dict().items():
             start = base.get(plain_name(name))
             if start is None or not value.is_floating_point() or (name in parameters and not run.is_pretrained(name)):
                 continue
-            if value.data_ptr() not in done and not torch.equal(value, start.to(value.dtype)):
+            if not torch.equal(value, start.to(value.dtype)):
                 exact = torch.promote_types(value.dtype, torch.float32)
                 value.copy_(torch.lerp(start.to(exact), value.to(exact), alpha))
                 moved = True
-            done.add(value.data_ptr())
     if not moved:
         raise CompatibilityError(
             "wise_ft would do nothing: the run left every pre-trained weight as it was", remedy="leave it out"
