@@ -23,6 +23,7 @@ class ModelSharding:
 
     def __init__(self, zero_stage: int = 0) -> None:
         self.zero_stage = zero_stage
+        self.is_perturbed = False
 
     @property
     def rank(self) -> int:
@@ -70,9 +71,11 @@ class ModelSharding:
         """Give every bit back afterwards; costs one copy of this rank's pieces in host memory."""
         kept = [(param, _pieces(param)) for param in params]
         saved = [[piece.detach().to("cpu", copy=True) for piece in pieces] for _, pieces in kept]
+        outer, self.is_perturbed = self.is_perturbed, True
         try:
             yield
         finally:
+            self.is_perturbed = outer
             with torch.no_grad():
                 for (param, _), copies in zip(kept, saved, strict=True):
                     for piece, copy in zip(_pieces(param), copies, strict=True):

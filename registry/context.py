@@ -186,6 +186,11 @@ class Sharding(Protocol):
         """Inside, parameters may be changed with :meth:`written`; afterwards every bit is back."""
         ...
 
+    @property
+    def is_perturbed(self) -> bool:
+        """Whether the run is inside :meth:`perturbed`: what was computed from the parameters before does not hold."""
+        ...
+
     def companion(self, module: nn.Module, name: str, like: str, value: torch.Tensor | None = None) -> nn.Parameter:
         """Register a frozen parameter ``name`` beside ``module.<like>``, sharded as it is, absent from every state_dict.
 

@@ -17,6 +17,10 @@ class TestHead(StrategyLaws):
     plugin = "head"
 
 
+class TestHeadWithoutCache(StrategyLaws):
+    plugin = "head:cache=false"
+
+
 class TestLora(StrategyLaws):
     plugin = "lora:r=4,use_rslora=true"
     models = WIDE
