@@ -25,6 +25,7 @@ from .context import infer_task, make_context
 from .objective import Objective, last_output
 from .probing import Probing, Snapshot
 from .recipe import Recipe, choose, observe
+from .sampling import StratifiedSampler, classes_of
 
 
 class PluginTrainerMixin(WholeCheckpoints):
@@ -121,6 +122,20 @@ class PluginTrainerMixin(WholeCheckpoints):
         """Take every regularizer off the model, which is plain again afterwards."""
         for regularizer in reversed(self.recipe.regularizers):
             regularizer.detach(self._equipped)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        """Return transformers' own sampler, or a stratified one where a regularizer asks for it."""
+        asking = [regularizer for regularizer in self.recipe.regularizers if regularizer.stratified]
+        if not asking:
+            return super()._get_train_sampler(train_dataset)
+        args: Any = self.args
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        ranks = 1 if args.accelerator_config.split_batches else args.world_size
+        seed = args.seed if args.data_seed is None else args.data_seed
+        sampler = StratifiedSampler(classes_of(dataset), self._train_batch_size * ranks, seed)
+        if rare := sampler.rare_classes():
+            self.run.logger.warning("%s: too few rows of class %s for every micro-batch", asking[0].name, rare)
+        return sampler
 
     # ---- the loss
 

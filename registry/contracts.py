@@ -104,6 +104,11 @@ class Regularizer(Plugin):
 
         weight: Annotated[float, Ge(0)] = 1.0
 
+    @property
+    def stratified(self) -> bool:
+        """Whether every micro-batch, all ranks' together, should have rows of every class, as far as there are enough."""
+        return False
+
     @abstractmethod
     def attach(self, model: nn.Module, run: RunContext) -> None:
         """Prepare the model, before it is sharded or wrapped. Work inside modules' forward, so ZeRO-3 sees it too."""

@@ -48,9 +48,18 @@ class MMR(Regularizer):
 
         Attributes:
             weight: the paper's alpha, factor of R, which lies between 0 and 1. The paper gives no value; 1 is ours.
+            stratified: order the training rows such that every micro-batch has rows of every class.
         """
 
         weight: Annotated[float, Ge(0)] = 1.0
+        stratified: bool = False
+
+    config: Config
+
+    @property
+    def stratified(self) -> bool:
+        """What the option says."""
+        return self.config.stratified
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

@@ -65,6 +65,11 @@ class TestMmr(RegularizerLaws):
     models = ("bert_classifier", "llama_causal_lm", "vit_classifier")
 
 
+class TestMmrStratified(RegularizerLaws):
+    plugin = "mmr:stratified=true"
+    models = ("bert_classifier",)
+
+
 class TestMHLoss(RegularizerLaws):
     plugin = "mhloss:heads=5"
     models = ("bert_classifier", "vit_classifier")
