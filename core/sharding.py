@@ -58,6 +58,17 @@ class ModelSharding:
         start, stop = _span(param)
         return full.reshape(-1)[start:stop]
 
+    def updated(self, param: nn.Parameter) -> tuple[torch.Tensor, int] | None:
+        """Return this rank's own part of what the optimizer updates, flat, sharing memory, and where it begins."""
+        if is_sharded(param):
+            start, stop = _span(param)
+            owner = param._z3_optimizer  # type: ignore[attr-defined]
+            return (owner.get_local_fp32_param(param)[: stop - start], start) if stop > start else None
+        if self.zero_stage:
+            part = param._hp_mapping  # type: ignore[attr-defined]
+            return None if part is None else (part.get_hp_fragment(), part.lp_fragment_address.start)
+        return param.data.reshape(-1), 0
+
     def sum_shards(self, values: torch.Tensor) -> torch.Tensor:
         """Sum over ranks under ZeRO-3; elsewhere every rank already has the whole."""
         if self.zero_stage == 3 and self.world_size > 1:

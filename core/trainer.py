@@ -26,6 +26,7 @@ from .objective import Objective, last_output
 from .probing import Probing, Snapshot
 from .recipe import Recipe, choose, observe
 from .sampling import StratifiedSampler, classes_of
+from .updates import Updates
 
 
 class PluginTrainerMixin(WholeCheckpoints):
@@ -97,6 +98,7 @@ class PluginTrainerMixin(WholeCheckpoints):
         for regularizer in self.recipe.regularizers:
             regularizer.attach(model, self.run)
         self.objective = Objective(self.recipe.regularizers, self.run.task)
+        self._updates = Updates()
         return model
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
@@ -139,9 +141,16 @@ class PluginTrainerMixin(WholeCheckpoints):
 
     # ---- the loss
 
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """Create the optimizer; regularizers that change weights themselves do so right before each of its steps."""
+        optimizer = super().create_optimizer(*args, **kwargs)
+        self._updates.hook(optimizer, self.recipe.regularizers)
+        return optimizer
+
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
         """Fetch the micro-batches of one optimizer step and weigh them."""
         samples, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._updates.expect(self.optimizer)
         self.objective.plan(
             samples,
             # transformers does not know of GPT-2's loss that it shifts; the task does

@@ -178,6 +178,14 @@ class Sharding(Protocol):
         """Cut the piece of ``full`` that corresponds to ``local(param)``, flat."""
         ...
 
+    def updated(self, param: nn.Parameter) -> tuple[torch.Tensor, int] | None:
+        """Return this rank's own part of the value that the optimizer updates, flat, no copy, and where in the whole it begins.
+
+        All of the parameter on one process and under DDP; a part of the master weights under ZeRO, ``None`` on a rank that
+        has none of it. To be changed in ``Regularizer.before_update`` only.
+        """
+        ...
+
     def sum_shards(self, values: torch.Tensor) -> torch.Tensor:
         """Sum over ranks what was computed on :meth:`local` pieces; the identity without ZeRO-3."""
         ...

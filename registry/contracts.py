@@ -7,7 +7,7 @@ value out of range is a one-line error that names the plugin, the field, what wa
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -122,6 +122,15 @@ class Regularizer(Plugin):
     def task_loss(self, batch: Batch) -> torch.Tensor | None:
         """Return a scalar that replaces the task loss (mean over the micro-batch), or ``None`` to leave it."""
         return None
+
+    def before_update(self, learning_rate: Callable[[nn.Parameter], float]) -> None:
+        """Change weights directly, after the gradients are there and right before the optimizer uses them.
+
+        Called once an optimizer step on every rank. Write into ``Sharding.updated``, which is what the optimizer goes on from.
+
+        Args:
+            learning_rate: of a parameter, at this step.
+        """
 
     def settle(self) -> None:
         """Write into the model's own weights what they stand for, if training state lives elsewhere (``Sharding.adopt``).

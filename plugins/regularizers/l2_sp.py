@@ -3,13 +3,16 @@
 Others write the same penalty without the half, or as a mean over the weights: ``form``. With w = (1, 2), w0 = 0 and one new
 weight 3, alpha = 0.1 and beta = 0.01 give 0.295 in the authors' form; alpha = 1 and beta = 0 give 2.5 as a mean, 5 as a sum.
 
+``form="decoupled"`` is no penalty but a pull beside the optimizer's step, w -= learning_rate alpha (w - w0), as AdamW's decay
+is to zero (PriorWD, Zhang et al. 2021). Adam scales a penalty's gradient like any other, and a pull not: two methods.
+
 The penalty's value is computed inside each module's forward, and its gradient, a multiple of w - w0, inside each module's
 backward: there the weights are whole also under ZeRO-3, and nothing of their size is kept in between.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -26,6 +29,9 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from ...registry.context import Batch, RunContext, Sharding
+
+    # of each module: name of the weight, of its anchor, and strength
+    _Pulls = dict[nn.Module, list[tuple[str, str | None, float]]]
 
 _PIECE = 2**22  # elements
 
@@ -46,12 +52,13 @@ class L2SP(Regularizer):
             beta: strength on new weights (authors' default 0.01).
             form: ``sum_half`` as the authors write it; ``sum`` leaves out both halves; ``mean`` divides, instead of by two, by
                 the number of pre-trained weights that train, and by that of new ones: a strength does not depend on the
-                model's size then, and is that many times smaller.
+                model's size then, and is that many times smaller. ``decoupled`` pulls each weight by
+                learning_rate * strength of its distance, right before the optimizer's step and apart from the loss.
         """
 
         alpha: Annotated[float, Ge(0)] = 0.1
         beta: Annotated[float, Ge(0)] = 0.01
-        form: Literal["sum_half", "sum", "mean"] = "sum_half"
+        form: Literal["sum_half", "sum", "mean", "decoupled"] = "sum_half"
 
     config: Config
 
@@ -61,6 +68,7 @@ class L2SP(Regularizer):
 
     def _clear(self) -> None:
         self._hooks: list[RemovableHandle] = []
+        self._pulled: _Pulls = {}
         self._companions: list[tuple[Sharding, nn.Module, str]] = []
         self._waiting: set[nn.Module] = set()
         self._values: list[torch.Tensor] = []
@@ -78,7 +86,7 @@ class L2SP(Regularizer):
             anchored: strength * self._normaliser([own for *_, own, kind in trained if kind is anchored])
             for anchored, strength in ((True, self.config.alpha), (False, self.config.beta))
         }
-        pulls: dict[nn.Module, list[tuple[str, str | None, float]]] = {}
+        pulls: _Pulls = {}
         for module, name, _, anchored in trained:
             if factors[anchored]:
                 anchor = self._anchor(module, name, run.sharding) if anchored else None
@@ -90,6 +98,10 @@ class L2SP(Regularizer):
                 f"with alpha={self.config.alpha:g} on these and beta={self.config.beta:g} on the others",
                 remedy="leave it out, or give a strength to what trains",
             )
+        self._sharding = run.sharding
+        if self.config.form == "decoupled":
+            self._pulled = pulls
+            return
         self._owners = set(pulls)
         self._hooks = [m.register_forward_hook(partial(self._after_forward, pulled)) for m, pulled in pulls.items()]
 
@@ -97,7 +109,7 @@ class L2SP(Regularizer):
         """Return what a sum of squares over these parameters is multiplied by."""
         if self.config.form == "mean":
             return 1 / max(1, sum(int(getattr(p, "ds_numel", p.numel())) for p in parameters))
-        return 0.5 if self.config.form == "sum_half" else 1.0
+        return 0.5 if self.config.form == "sum_half" else 1.0  # a sum, and the pull
 
     def _anchor(self, module: nn.Module, name: str, sharding: Sharding) -> str:
         anchor = f"l2_sp_{name}"
@@ -140,6 +152,23 @@ class L2SP(Regularizer):
         # A leaf: autograd fills its .grad, the factor the objective gave this penalty, before any module's backward.
         self._ticket = value.detach().requires_grad_()
         return self._ticket
+
+    def before_update(self, learning_rate: Callable[[nn.Parameter], float]) -> None:
+        """Pull the weights of ``form="decoupled"``."""
+        for module, pulls in self._pulled.items():
+            for name, anchor, strength in pulls:
+                weight = getattr(module, name)
+                own = self._sharding.updated(weight)
+                if own is None:
+                    continue
+                values, start = own
+                rate = learning_rate(weight) * strength * self.config.weight
+                if anchor is None:
+                    values.mul_(1 - rate)
+                else:
+                    first = self._sharding.local(getattr(module, anchor))
+                    first = first if first.numel() == values.numel() else first[start : start + values.numel()]
+                    values.lerp_(first.to(values.dtype), rate)
 
     def detach(self, model: nn.Module) -> None:
         """Remove hooks and anchors."""

@@ -42,6 +42,10 @@ class TestL2SpMean(RegularizerLaws):
     plugin = "l2_sp:alpha=5,beta=5,form=mean"
 
 
+class TestL2SpDecoupled(RegularizerLaws):
+    plugin = "l2_sp:alpha=0.5,beta=0.5,form=decoupled"
+
+
 class TestWeightDistance(ProbeLaws):
     plugin = "weight_distance"
 

@@ -7,10 +7,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from transformers import default_data_collator
 
 from tunery.core.sharding import ModelSharding
+from tunery.core.updates import Updates
 from tunery.plugins.regularizers import l2_sp
 from tunery.plugins.regularizers.l2_sp import L2SP
+from tunery.registry.conformance.models import MODELS, base_model
+from tunery.registry.conformance.trials import ONE, Trial
+from tunery.registry.conformance.workers import STAGES
 from tunery.registry.errors import CompatibilityError
 
 ALPHA, BETA, FACTOR = 0.5, 0.1, 3.0
@@ -79,6 +84,53 @@ def test_worked_example(form, alpha, beta, value):
     regularizer.begin({})
     model(torch.ones(1, 2))
     assert regularizer.penalty(None).item() == pytest.approx(value, abs=1e-6)
+
+
+@pytest.mark.parametrize("stage", [ONE, *STAGES])
+def test_decoupled_pull_is_priorwd(stage):
+    """Four steps of AdamW with w -= lr wd (w - w0) before each, by hand, on one process, DDP and every ZeRO stage."""
+    rate, alpha, beta = 0.01, 20.0, 10.0
+    trial = Trial(
+        strategy="full",
+        regularizers=(f"l2_sp:alpha={alpha},beta={beta},form=decoupled",),
+        rows=8,
+        options={"learning_rate": rate, "lr_scheduler_type": "linear", "max_grad_norm": 0.0, "adam_epsilon": 1e-3},
+    )
+    tiny = MODELS["bert_classifier"]
+    model = tiny.load(base_model("bert_classifier", dropout=False)).train()
+    start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0, eps=1e-3)
+    batch = default_data_collator(tiny.rows(8))
+    for step in range(trial.steps):
+        optimizer.param_groups[0]["lr"] = now = rate * (1 - step / trial.steps)
+        model(**batch).loss.backward()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.startswith("classifier"):
+                    parameter -= now * beta * parameter
+                else:
+                    parameter -= now * alpha * (parameter - start[name])
+        optimizer.step()
+        optimizer.zero_grad()
+    found = trial.run(stage).weights
+    for name, parameter in model.named_parameters():
+        moved, expected = found[name] - start[name], parameter.detach() - start[name]
+        torch.testing.assert_close(moved, expected, rtol=1e-3, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_decoupled_pull_is_weighed_and_adds_no_loss():
+    """``weight`` multiplies both strengths; the logged term is zero."""
+    trial = Trial(strategy="full", regularizers=("l2_sp:alpha=2,beta=2,weight=3,form=decoupled",))
+    other = trial.but(regularizers=("l2_sp:alpha=6,beta=6,form=decoupled",))
+    for name, value in trial.run().weights.items():
+        torch.testing.assert_close(value, other.run().weights[name])
+    assert set(trial.run().logged("loss/l2_sp")) == {0.0}
+
+
+def test_refuses_deepspeeds_own_optimizer():
+    """Where DeepSpeed is to make the optimizer there is nothing to come before."""
+    with pytest.raises(CompatibilityError, match="'l2_sp' needs torch's optimizer"):
+        Updates().hook(object(), [L2SP(L2SP.Config())])
 
 
 @pytest.mark.parametrize(("alpha", "beta", "trains"), [(0, 0, "01"), (1, 0, "1"), (0, 1, "0"), (1, 1, "")])
