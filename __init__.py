@@ -12,10 +12,10 @@ _HOMES = {
     "PluginTrainerMixin": "tunery.core.trainer",
     "PluginArguments": "tunery.core.arguments",
     "TrainingArguments": "tunery.core.arguments",
-    "LoadedRun": "tunery.core.run",
-    "load_run": "tunery.core.run",
-    "export_run": "tunery.core.run",
-    "keep_tasks": "tunery.core.run",
+    "LoadedRun": "tunery.core.finished",
+    "load_run": "tunery.core.finished",
+    "export_run": "tunery.core.finished",
+    "keep_tasks": "tunery.core.finished",
     "Strategy": "tunery.registry.contracts",
     "Regularizer": "tunery.registry.contracts",
     "Probe": "tunery.registry.contracts",
@@ -36,10 +36,10 @@ _HOMES = {
 if TYPE_CHECKING:
     from .core.arguments import PluginArguments as PluginArguments
     from .core.arguments import TrainingArguments as TrainingArguments
-    from .core.run import LoadedRun as LoadedRun
-    from .core.run import export_run as export_run
-    from .core.run import keep_tasks as keep_tasks
-    from .core.run import load_run as load_run
+    from .core.finished import LoadedRun as LoadedRun
+    from .core.finished import export_run as export_run
+    from .core.finished import keep_tasks as keep_tasks
+    from .core.finished import load_run as load_run
     from .core.trainer import PluginTrainerMixin as PluginTrainerMixin
     from .core.trainer import Trainer as Trainer
     from .registry.context import Anatomy as Anatomy

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
@@ -16,7 +18,7 @@ from ..registry.context import Stage
 from ..registry.errors import ArtifactError
 from .artifacts import MANIFEST, seal
 from .recipe import Recipe
-from .sharding import companion_names
+from .sharding import ModelSharding, adopted_parameters, companion_names, is_sharded
 
 if TYPE_CHECKING:
     # The mixin stands in front of any subclass of Trainer; only the type checker is told so.
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 else:
     _Trainer = object
 
+ADOPTED = "regularizers.safetensors"
 _STAGING = ".saving"
 _WRITING = ".writing-"
 
@@ -32,9 +35,14 @@ class WholeCheckpoints(_Trainer):
     """Writes every checkpoint under a temporary name and renames it; the manifest is the last file of a folder."""
 
     _staging: Path | None = None
+    _adopted: Mapping[str, torch.Tensor] = {}  # never changed in place
 
     def _manifest(self) -> dict[str, Any]:
         """Return what the manifest of every folder says, without its files."""
+        raise NotImplementedError
+
+    def _settle(self) -> None:
+        """Have the model's own weights say what its files shall hold."""
         raise NotImplementedError
 
     @property
@@ -88,6 +96,48 @@ class WholeCheckpoints(_Trainer):
                 use_mtime=True,
             )
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model; a checkpoint also gets what regularizers train beside it."""
+        self._settle()
+        self._adopted = {} if self._staging is None else self._adopted_state()
+        super().save_model(output_dir, _internal_call)
+
+    def _adopted_state(self) -> dict[str, torch.Tensor]:
+        state = {}
+        for name, parameter in adopted_parameters(self._equipped).items():
+            with ModelSharding().gathered([parameter]):
+                state[name] = parameter.detach().to("cpu", copy=True)
+        return state
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self._load_adopted(Path(checkpoint))
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        self._load_adopted(Path(str(self.state.best_model_checkpoint)))
+
+    def _load_adopted(self, folder: Path) -> None:
+        """Bring back what no state_dict has. ZeRO-3's engine has brought back its shards, ZeRO-1's and 2's only its copy."""
+        whole = {name: value for name, value in adopted_parameters(self._equipped).items() if not is_sharded(value)}
+        if whole:
+            kept = load_file(folder / ADOPTED)
+            for name, parameter in whole.items():
+                parameter.data.copy_(kept[name])
+
+    def _check_adopted(self, folder: Path) -> None:
+        """Refuse to go on with a checkpoint whose regularizers trained other parameters than those there are now."""
+        names = load_file(folder / ADOPTED) if (folder / ADOPTED).is_file() else {}
+        found = {name: tuple(value.shape) for name, value in names.items()}
+        live = adopted_parameters(self._equipped)
+        if found != {name: tuple(getattr(value, "ds_shape", value.shape)) for name, value in live.items()}:
+            raise ArtifactError(
+                f"{folder} was trained with other regularizers: {', '.join(found) or 'nothing'} beside the model, "
+                f"now {', '.join(live) or 'nothing'}",
+                remedy="resume with the regularizers it began with",
+            )
+
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Write weights, config, tokenizer and manifest; each file is renamed into place, the manifest last."""
         target = self._run_dir if output_dir is None else Path(output_dir)
@@ -103,6 +153,8 @@ class WholeCheckpoints(_Trainer):
         try:
             super()._save(str(temporary), state_dict)
             if self.args.should_save:
+                if self._adopted:
+                    save_file(dict(self._adopted), temporary / ADOPTED)
                 seal(temporary, self._manifest())
                 for path in sorted(temporary.iterdir(), key=lambda path: path.name == MANIFEST):
                     path.replace(target / path.name)

@@ -114,14 +114,18 @@ def export(
     output_dir: Annotated[Path, typer.Option("--output_dir", help="A new folder to write.")],
     merge: Annotated[bool, typer.Option(help="Fold an adapter into its base model.")] = False,
     task: Annotated[str | None, typer.Option(help="Of a run on several tasks, the one to write.")] = None,
+    wise_ft: Annotated[
+        float | None,
+        typer.Option("--wise_ft", help="Share of the trained weights in a mean with the pre-trained ones, 0 to 1."),
+    ] = None,
 ) -> None:
     """Write a run as what transformers or PEFT load where tunery is not installed."""
     from .console import calm
 
     calm()
-    from .run import export_run
+    from .finished import export_run
 
-    print(export_run(run, output_dir, merge=merge, task=task))
+    print(export_run(run, output_dir, merge=merge, task=task, wise_ft=wise_ft))
 
 
 def tasks_list(run: RunFolder) -> None:
@@ -147,7 +151,7 @@ def tasks_keep(
     from .console import calm
 
     calm()
-    from .run import keep_tasks
+    from .finished import keep_tasks
 
     pairs = [item.partition("=") for item in task]
     print(keep_tasks(run, output_dir, {old: new or old for old, _, new in pairs}))
@@ -165,7 +169,7 @@ def probe(
     calm()
     if context.args:
         raise TuneryError(f"cannot read {context.args[0]!r}", known=["--model FOLDER", "--json"])
-    from .run import probe_run
+    from .finished import probe_run
 
     rows = [row for folder in model for row in probe_run(name, folder)]
     if as_json:

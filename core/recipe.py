@@ -65,8 +65,12 @@ class Recipe:
 
     @property
     def regularizers(self) -> list[Regularizer]:
-        """The regularizers whose weight is not zero: a zero weight is the same as not choosing it, to the bit."""
-        return [regularizer for regularizer in self._of(Regularizer) if regularizer.config.weight]
+        """The regularizers whose weight is not zero: a zero weight is the same as not choosing it, to the bit.
+
+        The one that replaces the task loss comes first: what it puts into the model, the others see.
+        """
+        chosen = [regularizer for regularizer in self._of(Regularizer) if regularizer.config.weight]
+        return sorted(chosen, key=_keeps_task_loss)
 
     @property
     def probes(self) -> list[Probe]:
@@ -114,12 +118,31 @@ class Recipe:
                 )
             if supports.needs_anatomy:
                 run.anatomy(model)
-        replacing = [r.name for r in self.regularizers if type(r).task_loss is not Regularizer.task_loss]
-        if len(replacing) > 1:
+        if len(self._replacing) > 1:
             raise CompatibilityError(
-                f"regularizers {', '.join(map(repr, replacing))} each replace the task loss",
+                f"regularizers {', '.join(map(repr, self._replacing))} each replace the task loss",
                 remedy="choose one of them",
             )
+
+    @property
+    def _replacing(self) -> list[str]:
+        return [regularizer.name for regularizer in self.regularizers if not _keeps_task_loss(regularizer)]
+
+    def check_loss(self, args: Any) -> None:
+        """Refuse training arguments that change the task loss where a regularizer replaces it.
+
+        Raises:
+            CompatibilityError: label smoothing, which would be lost.
+        """
+        if getattr(args, "label_smoothing_factor", 0) and self._replacing:
+            raise CompatibilityError(
+                f"regularizer {self._replacing[0]!r} replaces the task loss, label_smoothing_factor included",
+                remedy="leave one of them out",
+            )
+
+
+def _keeps_task_loss(regularizer: Regularizer) -> bool:
+    return type(regularizer).task_loss is Regularizer.task_loss
 
 
 def choose(strategy: object = None, regularizers: object = None, probes: object = None) -> Recipe:

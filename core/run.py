@@ -1,6 +1,6 @@
-"""The story of a run: options -> data, model, trainer -> result; and a finished run, loaded back or exported.
+"""The story of a run: options -> data, model, trainer -> result. Read this first: ``train`` is what ``tunery train`` does.
 
-Read this first. ``train`` is what ``tunery train`` does; ``load_run`` and ``export_run`` take any run or checkpoint.
+What becomes of a finished run is in :mod:`.finished`.
 """
 
 from __future__ import annotations
@@ -13,31 +13,21 @@ import resource
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, set_seed
+from transformers import set_seed
 
-from ..registry.context import RunContext, Subject, Task
-from ..registry.errors import ArtifactError, RecipeError
+from ..registry.context import Task
+from ..registry.errors import RecipeError
 from .artifacts import (
     MANIFEST,
-    describe_tasks,
-    find_task,
-    folder_in_place,
-    load_weights,
     read_manifest,
-    seal,
-    strategy_of,
-    tasks_of,
     versions,
     write_json,
 )
-from .artifacts import fingerprint as fingerprint_of
 from .context import make_context
 from .data import TaskData, encode, encode_jointly, load_tasks
 from .data.generation import PREDICTIONS, Writer, questions, score
@@ -50,11 +40,11 @@ from .data.metrics import (
     mean_of_main,
     token_losses,
 )
-from .models import label_config, load_class, load_model, load_processor, model_class
+from .models import load_model, load_processor
 from .options import Options
 from .plots import CURVE, plot_training_curve
-from .probing import MEASUREMENTS, Snapshot, measure
-from .recipe import Recipe, choose
+from .probing import MEASUREMENTS
+from .recipe import choose
 from .sharding import parameter_counts
 from .staging import STAGES, place_to_resume, stage_history
 from .trainer import Trainer
@@ -267,163 +257,3 @@ def peak_memory() -> int:
     if torch.cuda.is_available():
         return int(torch.cuda.max_memory_allocated())
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-# ---- a finished run
-
-
-@dataclass(frozen=True)
-class LoadedRun:
-    """A run or checkpoint, loaded back.
-
-    Attributes:
-        model: the model its strategy trained, in eval mode.
-        run: its context.
-        recipe: its strategy, configured as it was.
-        manifest: what ``tunery.json`` says.
-        reference: the base model's own weights, if asked for (a ``Reference``).
-    """
-
-    model: nn.Module
-    run: RunContext
-    recipe: Recipe
-    manifest: Mapping[str, Any]
-    reference: Snapshot | None = None
-
-
-def load_run(folder: str | Path, *, with_reference: bool = False) -> LoadedRun:
-    """Load a run or checkpoint folder back: base model, strategy, trained weights.
-
-    Args:
-        folder: what ``tunery train`` wrote, or a ``checkpoint-N`` inside it.
-        with_reference: keep the pre-trained values too; then also a fully fine-tuned run needs its base model.
-
-    Raises:
-        ArtifactError: damaged, from a newer tunery, its plugin missing, or its base model is another one.
-        RecipeError: the base model cannot be loaded.
-    """
-    folder = Path(folder)
-    manifest = read_manifest(folder)
-    selection = strategy_of(manifest)
-    tasks, base = tasks_of(manifest), manifest["base_model"]
-    recipe = choose(strategy=selection)
-    set_seed(manifest["seed"])
-    whole = (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file()
-    model = _empty_model(folder, base["class"]) if whole and not with_reference else _base_model(base, tasks[0])
-    run = make_context(model, _Bare(seed=manifest["seed"]), tasks)
-    if not (whole and not with_reference) and fingerprint_of(model, run) != base["fingerprint"]:
-        raise ArtifactError(
-            f"{base['name_or_path']} is not the base model that {folder} was trained on",
-            owner=str(folder / MANIFEST),
-            remedy="its weights have changed: get the revision the run began with",
-        )
-    if recipe.strategy is not None:
-        model = recipe.strategy.prepare(model, run)
-    reference = Snapshot(model, run.sharding) if with_reference else None
-    load_weights(model, folder)
-    return LoadedRun(model=model.eval(), run=run, recipe=recipe, manifest=manifest, reference=reference)
-
-
-@dataclass(frozen=True)
-class _Bare:
-    """What a context needs of training arguments where nothing is trained."""
-
-    seed: int
-    activation_checkpointing: bool = False
-
-
-def _empty_model(folder: Path, class_name: str) -> Any:
-    """Build the model of a fully written run from its own config; its weights are loaded afterwards, all of them."""
-    try:
-        config = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ArtifactError(f"cannot read {folder / 'config.json'}: {first}") from None
-    return model_class(class_name)._from_config(config)
-
-
-def _base_model(base: Mapping[str, Any], task: Task) -> Any:
-    if not base["name_or_path"]:
-        raise ArtifactError(
-            "the run does not name its base model", remedy="train from a hub name, folder or package: reference"
-        )
-    kwargs: dict[str, Any] = {} if task.kind.is_language_modelling or not task.num_labels else label_config(task)
-    return load_class(base["class"], base["name_or_path"], **kwargs)
-
-
-def export_run(folder: str | Path, output_dir: str | Path, *, merge: bool = False, task: str | None = None) -> Path:
-    """Write a run as what ``from_pretrained`` loads where tunery is not installed: a model, or a PEFT adapter.
-
-    Args:
-        folder: a run or checkpoint.
-        output_dir: a new folder.
-        merge: fold an adapter into its base model.
-        task: of several tasks, the one to write.
-
-    Raises:
-        TuneryError: the run cannot be loaded or ``output_dir`` is taken; nothing has been written then.
-    """
-    folder, target = Path(folder), Path(output_dir)
-    loaded = load_run(folder)
-    strategy, run = loaded.recipe.strategy, loaded.run
-    if task is not None:
-        run = dataclasses.replace(run, tasks=(find_task(run.tasks, task, str(folder)),))
-    model: Any = loaded.model if strategy is None else strategy.export(loaded.model, run, merge=merge)
-    content = {**loaded.manifest, "tasks": describe_tasks(run.tasks)}
-    with folder_in_place(target) as temporary:
-        model.save_pretrained(temporary)
-        _copy_processor(folder, temporary)
-        seal(temporary, {key: value for key, value in content.items() if key != "files"})
-    return target
-
-
-def keep_tasks(folder: str | Path, output_dir: str | Path, names: Mapping[str, str]) -> Path:
-    """Write a run of several tasks once more with some of them, perhaps under new names.
-
-    Args:
-        folder: a run or checkpoint.
-        output_dir: a new folder.
-        names: the tasks to keep, and what to call them.
-
-    Raises:
-        TuneryError: an unknown task, two of one name, or a strategy that does not hold tasks apart; nothing has been
-            written then.
-    """
-    folder, target = Path(folder), Path(output_dir)
-    loaded = load_run(folder)
-    tasks = [dataclasses.replace(find_task(loaded.run.tasks, old, str(folder)), name=new) for old, new in names.items()]
-    if loaded.recipe.strategy is None:
-        raise ArtifactError(f"{folder} holds one task", remedy="there is nothing to drop or rename")
-    loaded.recipe.strategy.keep_tasks(loaded.model, names)
-    model: Any = loaded.model
-    with folder_in_place(target) as temporary:
-        model.save_pretrained(temporary)
-        _copy_processor(folder, temporary)
-        content = {**loaded.manifest, "tasks": describe_tasks(tasks)}
-        seal(temporary, {key: value for key, value in content.items() if key != "files"})
-    return target
-
-
-def _copy_processor(folder: Path, target: Path) -> None:
-    """Write the tokenizer or image processor that a run saved beside its weights."""
-    for file, auto in (("tokenizer_config.json", AutoTokenizer), ("preprocessor_config.json", AutoImageProcessor)):
-        if (folder / file).is_file():
-            auto.from_pretrained(folder).save_pretrained(target)
-
-
-def probe_run(probe: str, folder: str | Path) -> list[dict[str, Any]]:
-    """Measure a finished run or checkpoint with one probe; return rows as ``measurements.jsonl`` holds them.
-
-    Raises:
-        TuneryError: the probe or the run cannot be used.
-    """
-    chosen = choose(probes=[probe])
-    loaded = load_run(folder, with_reference=True)
-    assert loaded.reference is not None
-    chosen.check(loaded.model, loaded.run)
-    subject = Subject(model=loaded.model, run=loaded.run, reference=loaded.reference)
-    return [
-        {"model": str(folder), "probe": plugin.name, "name": m.name, "value": m.value, "unit": m.unit, **m.where}
-        for plugin in chosen.probes
-        for m in measure(plugin, subject)
-    ]

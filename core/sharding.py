@@ -23,6 +23,7 @@ class ModelSharding:
 
     def __init__(self, zero_stage: int = 0) -> None:
         self.zero_stage = zero_stage
+        self.is_perturbed = False
 
     @property
     def rank(self) -> int:
@@ -57,6 +58,17 @@ class ModelSharding:
         start, stop = _span(param)
         return full.reshape(-1)[start:stop]
 
+    def updated(self, param: nn.Parameter) -> tuple[torch.Tensor, int] | None:
+        """Return this rank's own part of what the optimizer updates, flat, sharing memory, and where it begins."""
+        if is_sharded(param):
+            start, stop = _span(param)
+            owner = param._z3_optimizer  # type: ignore[attr-defined]
+            return (owner.get_local_fp32_param(param)[: stop - start], start) if stop > start else None
+        if self.zero_stage:
+            part = param._hp_mapping  # type: ignore[attr-defined]
+            return None if part is None else (part.get_hp_fragment(), part.lp_fragment_address.start)
+        return param.data.reshape(-1), 0
+
     def sum_shards(self, values: torch.Tensor) -> torch.Tensor:
         """Sum over ranks under ZeRO-3; elsewhere every rank already has the whole."""
         if self.zero_stage == 3 and self.world_size > 1:
@@ -70,9 +82,11 @@ class ModelSharding:
         """Give every bit back afterwards; costs one copy of this rank's pieces in host memory."""
         kept = [(param, _pieces(param)) for param in params]
         saved = [[piece.detach().to("cpu", copy=True) for piece in pieces] for _, pieces in kept]
+        outer, self.is_perturbed = self.is_perturbed, True
         try:
             yield
         finally:
+            self.is_perturbed = outer
             with torch.no_grad():
                 for (param, _), copies in zip(kept, saved, strict=True):
                     for piece, copy in zip(_pieces(param), copies, strict=True):
@@ -89,6 +103,13 @@ class ModelSharding:
         _hide(module, name)
         return frozen
 
+    def adopt(self, module: nn.Module, name: str, child: nn.Module) -> None:
+        """Make ``child`` a submodule that trains, in no state_dict; what shards the model shards it too."""
+        module.add_module(name, child)
+        for owner in child.modules():
+            for parameter, _ in owner.named_parameters(recurse=False):
+                _hide(owner, parameter)
+
     def remove_companion(self, module: nn.Module, name: str) -> None:
         """Take a companion away again; the last one takes the state_dict hooks along."""
         delattr(module, name)
@@ -101,12 +122,18 @@ class ModelSharding:
 
 
 def companion_names(model: nn.Module) -> frozenset[str]:
-    """Return the full names of all companions in ``model``: what no file may contain."""
+    """Return the full names of all companions and adopted parameters in ``model``: what no file of it may contain."""
     return frozenset(
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
         for name in getattr(module, _COMPANIONS, ((), ()))[0]
     )
+
+
+def adopted_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that train with ``model`` without being part of it, by full name."""
+    live = dict(model.named_parameters())
+    return {name: live[name] for name in sorted(companion_names(model)) if live[name].requires_grad}
 
 
 def is_sharded(param: nn.Parameter) -> bool:
@@ -148,8 +175,11 @@ def load_full_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> tupl
 
 
 def parameter_counts(model: nn.Module) -> dict[str, int]:
-    """Return how many parameters train and how many there are, tied ones once, companions not at all."""
-    hidden = companion_names(model)
+    """Return how many parameters train and how many there are, tied ones once, companions not at all.
+
+    What a regularizer trains beside the model counts.
+    """
+    hidden = companion_names(model) - adopted_parameters(model).keys()
     sizes = [
         (int(getattr(param, "ds_numel", param.numel())), param.requires_grad)
         for name, param in model.named_parameters()
@@ -203,17 +233,22 @@ def _hide(module: nn.Module, name: str) -> None:
     """Keep a parameter out of ``state_dict`` and off the list of keys a loaded one misses."""
     if not hasattr(module, _COMPANIONS):
         names: set[str] = set()
+        missing: set[str] = set()  # of the load at hand
 
         def drop(_module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
             for key in names:
                 state.pop(prefix + key, None)
 
+        def locate(_module: nn.Module, _state: dict[str, Any], prefix: str, *_: Any) -> None:
+            missing.clear()
+            missing.update(prefix + key for key in names)
+
         def forgive(_module: nn.Module, incompatible: Any) -> None:
-            keep = [key for key in incompatible.missing_keys if key.rsplit(".", 1)[-1] not in names]
-            incompatible.missing_keys[:] = keep
+            incompatible.missing_keys[:] = [key for key in incompatible.missing_keys if key not in missing]
 
         hooks: list[RemovableHandle] = [
             module.register_state_dict_post_hook(drop),  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_pre_hook(locate),  # type: ignore[no-untyped-call]
             module.register_load_state_dict_post_hook(forgive),  # type: ignore[no-untyped-call]
         ]
         setattr(module, _COMPANIONS, (names, hooks))

@@ -25,10 +25,13 @@ from .arguments import PLUGIN_FIELDS, PROBE_MOMENTS, TrainingArguments
 from .artifacts import describe_base, manifest, read_manifest
 from .checkpointing import WholeCheckpoints, check_belongs
 from .context import infer_task, make_context
+from .joint import check_joint, clip_each
 from .objective import Objective, last_output
 from .probing import Probing, Snapshot
 from .recipe import Recipe, choose, observe
+from .sampling import asked_sampler
 from .staging import check_stages, go_through, place_to_resume, points_to_resume, stage_arguments, stage_keywords
+from .updates import Updates
 
 
 class PluginTrainerMixin(WholeCheckpoints):
@@ -98,6 +101,7 @@ class PluginTrainerMixin(WholeCheckpoints):
         self.run = dataclasses.replace(context, regularizers=names, stage=self._stage)
         self.recipe.check(model, self.run)
         check_joint(self.run, args)
+        self.recipe.check_loss(args)
         self._base = describe_base(model, self.run, self._base_reference)
         strategy = self.recipe.strategy
         if strategy is not None:
@@ -112,6 +116,7 @@ class PluginTrainerMixin(WholeCheckpoints):
         for regularizer in self.recipe.regularizers:
             regularizer.attach(model, self.run)
         self.objective = Objective(self.recipe.regularizers, self.run.tasks)
+        self._updates = Updates()
         self._tasks = self.run.tasks if strategy is None else strategy.tasks(self.run)
         return model
 
@@ -138,6 +143,15 @@ class PluginTrainerMixin(WholeCheckpoints):
     def _manifest(self) -> dict[str, Any]:
         return manifest(dataclasses.replace(self.run, tasks=self._tasks), self._base, self.recipe.describe())
 
+    def _settle(self) -> None:
+        for regularizer in self.recipe.regularizers:
+            regularizer.settle()
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate the model's own weights, as they would be saved now."""
+        self._settle()
+        return super().evaluation_loop(*args, **kwargs)
+
     def detach(self) -> None:
         """Take every regularizer off the model, which is plain again afterwards."""
         for regularizer in reversed(self.recipe.regularizers):
@@ -145,9 +159,16 @@ class PluginTrainerMixin(WholeCheckpoints):
 
     # ---- the loss
 
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """Create the optimizer; regularizers that change weights themselves do so right before each of its steps."""
+        optimizer = super().create_optimizer(*args, **kwargs)
+        self._updates.hook(optimizer, self.recipe.regularizers)
+        return optimizer
+
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
         """Fetch the micro-batches of one optimizer step and weigh them."""
         samples, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._updates.expect(self.optimizer)
         self.objective.plan(
             samples,
             # transformers does not know of GPT-2's loss that it shifts; the task does
@@ -188,15 +209,13 @@ class PluginTrainerMixin(WholeCheckpoints):
             logs.update(self.objective.drain(self.accelerator))
         super().log(logs, *args, **kwargs)
 
-    # ---- several tasks
+    # ---- batches and gradients
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        """Return the dataset's own sampler where it mixes tasks, else transformers'."""
+        """Return the sampler that the dataset or a regularizer asks for, else transformers'."""
         dataset = self.train_dataset if train_dataset is None else train_dataset
-        own = getattr(dataset, "sampler", None)
-        if callable(own):
-            return own(self.args.seed if self.args.data_seed is None else self.args.data_seed)
-        return super()._get_train_sampler(train_dataset)
+        asked = asked_sampler(dataset, self.recipe.regularizers, self.args, self._train_batch_size, self.run.logger)
+        return super()._get_train_sampler(train_dataset) if asked is None else asked
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """Clip the gradient, task by task where the strategy keeps tasks apart; return its norm before, all together."""
@@ -204,9 +223,7 @@ class PluginTrainerMixin(WholeCheckpoints):
         groups = [] if strategy is None else strategy.gradient_groups(self._equipped, self.run)
         if len(groups) < 2:
             return super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
-        self.accelerator.unscale_gradients()
-        norms = [nn.utils.clip_grad_norm_(list(group), self.args.max_grad_norm) for group in groups]
-        return torch.stack(norms).norm()
+        return clip_each(self.accelerator, groups, self.args.max_grad_norm)
 
     # ---- a run
 
@@ -243,6 +260,8 @@ class PluginTrainerMixin(WholeCheckpoints):
         """Check that a checkpoint, or a finished stage, is one that this trainer can go on with; see the function."""
         base = None if self.model_init is not None else self._base
         check_belongs(read_manifest(folder), folder, self.recipe, base, self._stage)
+        if base is not None:
+            self._check_adopted(folder)
 
     def _train_earlier_stages(self, points: Sequence[Path | None]) -> None:
         """Train the stages before the last, without regularizers, which then start from what was learnt."""
@@ -274,6 +293,7 @@ class PluginTrainerMixin(WholeCheckpoints):
         """Measure with every probe now; ``moment`` is ``begin``, ``evaluate`` or ``end``."""
         if self._reference is None:
             return
+        self._settle()
         subject = Subject(
             model=self._equipped,
             run=self.run,
@@ -292,26 +312,6 @@ class PluginTrainerMixin(WholeCheckpoints):
         loader = self.get_eval_dataloader()
         output = self.evaluation_loop(loader, description="Probe", metric_key_prefix="eval")
         return dict(output.metrics or {})
-
-
-def check_joint(run: RunContext, args: Any) -> None:
-    """Refuse arguments that do not go with several tasks in one batch.
-
-    Raises:
-        CompatibilityError: DeepSpeed's clipping, or label smoothing, which would mix the tasks.
-    """
-    if len(run.tasks) < 2:
-        return
-    if run.sharding.zero_stage and args.max_grad_norm:
-        raise CompatibilityError(
-            f"max_grad_norm={args.max_grad_norm} with {len(run.tasks)} tasks on DeepSpeed, which clips all tasks as one",
-            remedy="set max_grad_norm to 0",
-        )
-    if args.label_smoothing_factor:
-        raise CompatibilityError(
-            f"label_smoothing_factor={args.label_smoothing_factor} with {len(run.tasks)} tasks",
-            remedy="set it to 0: transformers smooths over all label spaces at once",
-        )
 
 
 class _Moments(transformers.TrainerCallback):

@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 _SAVED_MODULE = re.compile(r"\.modules_to_save\.[^.]+\.")
 
 
+def plain_name(name: str) -> str:
+    """Return what a parameter of a model wrapped by PEFT is called in the model itself."""
+    plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(".original_module.", ".")
+    return _SAVED_MODULE.sub(".", plain)
+
+
 class TaskKind(StrEnum):
     """What a task predicts, and so which loss, head and metrics it has."""
 
@@ -172,12 +178,25 @@ class Sharding(Protocol):
         """Cut the piece of ``full`` that corresponds to ``local(param)``, flat."""
         ...
 
+    def updated(self, param: nn.Parameter) -> tuple[torch.Tensor, int] | None:
+        """Return this rank's own part of the value that the optimizer updates, flat, no copy, and where in the whole it begins.
+
+        All of the parameter on one process and under DDP; a part of the master weights under ZeRO, ``None`` on a rank that
+        has none of it. To be changed in ``Regularizer.before_update`` only.
+        """
+        ...
+
     def sum_shards(self, values: torch.Tensor) -> torch.Tensor:
         """Sum over ranks what was computed on :meth:`local` pieces; the identity without ZeRO-3."""
         ...
 
     def perturbed(self, params: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
         """Inside, parameters may be changed with :meth:`written`; afterwards every bit is back."""
+        ...
+
+    @property
+    def is_perturbed(self) -> bool:
+        """Whether the run is inside :meth:`perturbed`: what was computed from the parameters before does not hold."""
         ...
 
     def companion(self, module: nn.Module, name: str, like: str, value: torch.Tensor | None = None) -> nn.Parameter:
@@ -189,6 +208,14 @@ class Sharding(Protocol):
 
     def remove_companion(self, module: nn.Module, name: str) -> None:
         """Take a companion away again."""
+        ...
+
+    def adopt(self, module: nn.Module, name: str, child: nn.Module) -> None:
+        """Make ``child`` a submodule ``module.<name>`` that trains with the model and is in none of its state_dicts.
+
+        Its parameters go to the optimizer, are sharded, and are saved and restored with every checkpoint. Call it in
+        ``attach``, and ``delattr(module, name)`` in ``detach``.
+        """
         ...
 
 
@@ -248,9 +275,7 @@ class RunContext:
 
     def is_pretrained(self, name: str) -> bool:
         """Whether parameter ``name``, of the model as handed in or as wrapped by PEFT, comes with a pre-trained value."""
-        plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(".original_module.", ".")
-        plain = _SAVED_MODULE.sub(".", plain)
-        return plain in self.pretrained_parameters
+        return plain_name(name) in self.pretrained_parameters
 
     def anatomy(self, model: nn.Module) -> Anatomy:
         """Return where ``model`` keeps its parts.

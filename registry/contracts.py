@@ -7,7 +7,7 @@ value out of range is a one-line error that names the plugin, the field, what wa
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -150,6 +150,11 @@ class Regularizer(Plugin):
 
         weight: Annotated[float, Ge(0)] = 1.0
 
+    @property
+    def stratified(self) -> bool:
+        """Whether every micro-batch, all ranks' together, should have rows of every class, as far as there are enough."""
+        return False
+
     @abstractmethod
     def attach(self, model: nn.Module, run: RunContext) -> None:
         """Prepare the model, before it is sharded or wrapped. Work inside modules' forward, so ZeRO-3 sees it too."""
@@ -163,6 +168,21 @@ class Regularizer(Plugin):
     def task_loss(self, batch: Batch) -> torch.Tensor | None:
         """Return a scalar that replaces the task loss (mean over the micro-batch), or ``None`` to leave it."""
         return None
+
+    def before_update(self, learning_rate: Callable[[nn.Parameter], float]) -> None:
+        """Change weights directly, after the gradients are there and right before the optimizer uses them.
+
+        Called once an optimizer step on every rank. Write into ``Sharding.updated``, which is what the optimizer goes on from.
+
+        Args:
+            learning_rate: of a parameter, at this step.
+        """
+
+    def settle(self) -> None:
+        """Write into the model's own weights what they stand for, if training state lives elsewhere (``Sharding.adopt``).
+
+        Called on every rank before the model is evaluated, measured or saved; training goes on afterwards.
+        """
 
     def penalty(self, batch: Batch) -> torch.Tensor | None:
         """Return the unweighted penalty, a scalar averaged over the micro-batch, or ``None``. Called once a forward pass.

@@ -1,15 +1,21 @@
 """L2-SP: (alpha/2) sum (w - w0)^2 over pre-trained weights + (beta/2) sum w^2 over new ones (Li et al. 2018, eq. 2).
 
-The penalty's value is computed inside each module's forward, and its gradient, alpha (w - w0), inside each module's
+Others write the same penalty without the half, or as a mean over the weights: ``form``. With w = (1, 2), w0 = 0 and one new
+weight 3, alpha = 0.1 and beta = 0.01 give 0.295 in the authors' form; alpha = 1 and beta = 0 give 2.5 as a mean, 5 as a sum.
+
+``form="decoupled"`` is no penalty but a pull beside the optimizer's step, w -= learning_rate alpha (w - w0), as AdamW's decay
+is to zero (PriorWD, Zhang et al. 2021). Adam scales a penalty's gradient like any other, and a pull not: two methods.
+
+The penalty's value is computed inside each module's forward, and its gradient, a multiple of w - w0, inside each module's
 backward: there the weights are whole also under ZeRO-3, and nothing of their size is kept in between.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge
 
@@ -24,6 +30,9 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from ...registry.context import Batch, RunContext, Sharding
+
+    # of each module: name of the weight, of its anchor, and strength
+    _Pulls = dict[nn.Module, list[tuple[str, str | None, float]]]
 
 _PIECE = 2**22  # elements
 
@@ -43,10 +52,15 @@ class L2SP(Regularizer):
         Attributes:
             alpha: strength on pre-trained weights, per squared weight (authors' default 0.1).
             beta: strength on new weights (authors' default 0.01).
+            form: ``sum_half`` as the authors write it; ``sum`` leaves out both halves; ``mean`` divides, instead of by two, by
+                the number of pre-trained weights that train, and by that of new ones: a strength does not depend on the
+                model's size then, and is that many times smaller. ``decoupled`` pulls each weight by
+                learning_rate * strength of its distance, right before the optimizer's step and apart from the loss.
         """
 
         alpha: Annotated[float, Ge(0)] = 0.1
         beta: Annotated[float, Ge(0)] = 0.01
+        form: Literal["sum_half", "sum", "mean", "decoupled"] = "sum_half"
 
     config: Config
 
@@ -56,6 +70,7 @@ class L2SP(Regularizer):
 
     def _clear(self) -> None:
         self._hooks: list[RemovableHandle] = []
+        self._pulled: _Pulls = {}
         self._companions: list[tuple[Sharding, nn.Module, str]] = []
         self._waiting: set[nn.Module] = set()
         self._values: list[torch.Tensor] = []
@@ -66,24 +81,37 @@ class L2SP(Regularizer):
         """Keep a frozen copy of every trainable pre-trained parameter beside it, sharded as it is.
 
         Raises:
-            CompatibilityError: nothing trains.
+            CompatibilityError: nothing trains that has a strength.
         """
-        seen: set[int] = set()  # tied weights count once
-        for module_name, module in model.named_modules():
-            pulls: list[tuple[str, str | None, float]] = []
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                if not parameter.requires_grad or id(parameter) in seen:
-                    continue
-                seen.add(id(parameter))
-                anchored = run.is_pretrained(f"{module_name}.{name}" if module_name else name)
-                strength = self.config.alpha if anchored else self.config.beta
-                if strength:
-                    pulls.append((name, self._anchor(module, name, run.sharding) if anchored else None, strength))
-            if pulls:
-                self._owners.add(module)
-                self._hooks.append(module.register_forward_hook(partial(self._after_forward, pulls)))
-        if not seen:
-            raise CompatibilityError("regularizer 'l2_sp' finds no parameter that trains")
+        trained = list(_trained(model, run))
+        factors = {
+            anchored: strength * self._normaliser([own for *_, own, kind in trained if kind is anchored])
+            for anchored, strength in ((True, self.config.alpha), (False, self.config.beta))
+        }
+        pulls: _Pulls = {}
+        for module, name, _, anchored in trained:
+            if factors[anchored]:
+                anchor = self._anchor(module, name, run.sharding) if anchored else None
+                pulls.setdefault(module, []).append((name, anchor, factors[anchored]))
+        if not pulls:
+            raise CompatibilityError(
+                f"regularizer 'l2_sp' would do nothing: {len(trained)} parameters train, "
+                f"{sum(anchored for *_, anchored in trained)} of them pre-trained, "
+                f"with alpha={self.config.alpha:g} on these and beta={self.config.beta:g} on the others",
+                remedy="leave it out, or give a strength to what trains",
+            )
+        self._sharding = run.sharding
+        if self.config.form == "decoupled":
+            self._pulled = pulls
+            return
+        self._owners = set(pulls)
+        self._hooks = [m.register_forward_hook(partial(self._after_forward, pulled)) for m, pulled in pulls.items()]
+
+    def _normaliser(self, parameters: list[nn.Parameter]) -> float:
+        """Return what a sum of squares over these parameters is multiplied by."""
+        if self.config.form == "mean":
+            return 1 / max(1, sum(int(getattr(p, "ds_numel", p.numel())) for p in parameters))
+        return 0.5 if self.config.form == "sum_half" else 1.0  # a sum, and the pull
 
     def _anchor(self, module: nn.Module, name: str, sharding: Sharding) -> str:
         anchor = f"l2_sp_{name}"
@@ -112,7 +140,7 @@ class L2SP(Regularizer):
         strengths = [strength for _, _, strength in pulls]
         with torch.no_grad():
             for weight, anchor, strength in zip(weights, anchors, strengths, strict=True):
-                self._values += [0.5 * strength * part for part in _squares(weight, anchor)]
+                self._values += [strength * part for part in _squares(weight, anchor)]
         return _through_first_tensor(output, lambda x: _pull().apply(x, self, anchors, strengths, *weights))
 
     def penalty(self, batch: Batch) -> torch.Tensor | None:
@@ -127,6 +155,23 @@ class L2SP(Regularizer):
         self._ticket = value.detach().requires_grad_()
         return self._ticket
 
+    def before_update(self, learning_rate: Callable[[nn.Parameter], float]) -> None:
+        """Pull the weights of ``form="decoupled"``."""
+        for module, pulls in self._pulled.items():
+            for name, anchor, strength in pulls:
+                weight = getattr(module, name)
+                own = self._sharding.updated(weight)
+                if own is None:
+                    continue
+                values, start = own
+                rate = learning_rate(weight) * strength * self.config.weight
+                if anchor is None:
+                    values.mul_(1 - rate)
+                else:
+                    first = self._sharding.local(getattr(module, anchor))
+                    first = first if first.numel() == values.numel() else first[start : start + values.numel()]
+                    values.lerp_(first.to(values.dtype), rate)
+
     def detach(self, model: nn.Module) -> None:
         """Remove hooks and anchors."""
         for hook in self._hooks:
@@ -134,6 +179,16 @@ class L2SP(Regularizer):
         for sharding, module, anchor in self._companions:
             sharding.remove_companion(module, anchor)
         self._clear()
+
+
+def _trained(model: nn.Module, run: RunContext) -> Iterator[tuple[nn.Module, str, nn.Parameter, bool]]:
+    """Yield every parameter that trains with its module, its name there, and whether it is pre-trained; tied ones once."""
+    seen: set[int] = set()
+    for module_name, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield module, name, parameter, run.is_pretrained(f"{module_name}.{name}" if module_name else name)
 
 
 def _squares(weight: torch.Tensor, anchor: torch.Tensor | None) -> Iterator[torch.Tensor]:
@@ -173,7 +228,7 @@ def _pull() -> Any:
     import torch
 
     class Pull(torch.autograd.Function):
-        """The identity on a module's output; in backward adds factor * strength * (w - w0) to each weight's gradient."""
+        """The identity on a module's output; in backward adds factor * 2 strength (w - w0) to each weight's gradient."""
 
         @staticmethod
         def forward(
@@ -190,7 +245,7 @@ def _pull() -> Any:
             pulls: list[torch.Tensor] = []
             for weight, anchor, strength in zip(ctx.weights, ctx.anchors, ctx.strengths, strict=True):
                 offset = weight.clone() if anchor is None else weight - anchor
-                pulls.append(offset.mul_((strength * factor).to(offset.dtype)))
+                pulls.append(offset.mul_((2 * strength * factor).to(offset.dtype)))
             return (grads[0], None, None, None, *pulls)
 
     return Pull

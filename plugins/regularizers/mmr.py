@@ -18,6 +18,7 @@ from ...registry.context import Support, TaskKind
 from ...registry.contracts import Regularizer
 from ...registry.errors import CompatibilityError
 from ...registry.hookspecs import hookimpl
+from ..features import pooled
 
 if TYPE_CHECKING:
     import torch
@@ -47,9 +48,18 @@ class MMR(Regularizer):
 
         Attributes:
             weight: the paper's alpha, factor of R, which lies between 0 and 1. The paper gives no value; 1 is ours.
+            stratified: order the training rows such that every micro-batch has rows of every class.
         """
 
         weight: Annotated[float, Ge(0)] = 1.0
+        stratified: bool = False
+
+    config: Config
+
+    @property
+    def stratified(self) -> bool:
+        """What the option says."""
+        return self.config.stratified
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -103,7 +113,7 @@ class MMR(Regularizer):
         features, self._waiting, self._features = self._features, False, None
         if features is None:
             raise CompatibilityError("regularizer 'mmr' saw nothing enter the head", remedy="leave it out")
-        features_BD = self._pooled(features, batch.inputs)
+        features_BD = pooled(features, batch.inputs, self._pad_token_id)
         features_BD = features_BD.to(torch.promote_types(features_BD.dtype, torch.float32))
         sums_CD, counts_C = self._over_ranks(features_BD, self._classes(batch, len(features_BD)))
         present_P = counts_C.nonzero().squeeze(-1)
@@ -115,19 +125,6 @@ class MMR(Regularizer):
         distances = torch.linalg.vector_norm(means_PD[first] - means_PD[second], dim=-1)
         penalty: torch.Tensor = (1 / (1 + distances)).mean()
         return penalty
-
-    def _pooled(self, features: torch.Tensor, inputs: Mapping[str, Any]) -> torch.Tensor:
-        """Return one feature a row; decoders' heads see every token, and transformers takes the last one that is no pad."""
-        import torch
-
-        if features.dim() == 2:
-            return features
-        input_ids = inputs.get("input_ids")
-        if input_ids is None or self._pad_token_id is None:
-            return features[:, -1]
-        positions = torch.arange(input_ids.shape[-1], device=input_ids.device)
-        last = (positions * (input_ids != self._pad_token_id)).argmax(-1)
-        return features[torch.arange(len(features), device=last.device), last]
 
     def _classes(self, batch: Batch, rows: int) -> torch.Tensor:
         """Return each row's class, C for rows without one."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+
 from tunery.registry.conformance import PluginLaws, ProbeLaws, RegularizerLaws, StrategyLaws
+from tunery.registry.conformance.models import VOCABULARY, workspace
 from tunery.registry.loading import load_plugins
 
 WIDE = (*PluginLaws.models, "gpt2_causal_lm", "vit_classifier")  # tied weights, Conv1D, images
@@ -15,6 +18,10 @@ class TestFull(StrategyLaws):
 
 class TestHead(StrategyLaws):
     plugin = "head"
+
+
+class TestHeadWithoutCache(StrategyLaws):
+    plugin = "head:cache=false"
 
 
 class TestLora(StrategyLaws):
@@ -59,6 +66,14 @@ class TestL2Sp(RegularizerLaws):
     models = WIDE
 
 
+class TestL2SpMean(RegularizerLaws):
+    plugin = "l2_sp:alpha=5,beta=5,form=mean"
+
+
+class TestL2SpDecoupled(RegularizerLaws):
+    plugin = "l2_sp:alpha=0.5,beta=0.5,form=decoupled"
+
+
 class TestWeightDistance(ProbeLaws):
     plugin = "weight_distance"
 
@@ -80,6 +95,30 @@ class TestLnsr(RegularizerLaws):
 class TestMmr(RegularizerLaws):
     plugin = "mmr"
     models = ("bert_classifier", "llama_causal_lm", "vit_classifier")
+
+
+class TestMmrStratified(RegularizerLaws):
+    plugin = "mmr:stratified=true"
+    models = ("bert_classifier",)
+
+
+class TestMHLoss(RegularizerLaws):
+    plugin = "mhloss:heads=5"
+    models = ("bert_classifier", "vit_classifier")
+
+
+def replayed_text() -> str:
+    """Write a text of token ids that the tiny models know; return its file."""
+    file = workspace() / "replayed.jsonl"
+    if not file.exists():
+        documents = [[1 + (7 * row + 3 * column) % (VOCABULARY - 1) for column in range(17)] for row in range(40)]
+        file.write_text("".join(json.dumps({"input_ids": document}) + "\n" for document in documents), encoding="utf-8")
+    return str(file)
+
+
+class TestReplay(RegularizerLaws):
+    plugin = f"replay:data={replayed_text()},share=0.3,length=10"
+    models = ("llama_causal_lm", "gpt2_causal_lm")
 
 
 def test_every_plugin_is_tried() -> None:

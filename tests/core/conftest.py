@@ -63,6 +63,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tiny]:
     """A model, a tokenizer and data, small enough to train in a second; one thread, since more only wait for each other."""
     import datasets
 
+    import tunery.core.finished
     import tunery.core.run  # noqa: F401  # everything heavy, before the freeze
 
     folder = tmp_path_factory.mktemp("tiny")

@@ -33,8 +33,8 @@ from tunery.core.artifacts import (
     write_json,
 )
 from tunery.core.context import infer_task, make_context
+from tunery.core.finished import export_run, load_run
 from tunery.core.models import label_config, load_model
-from tunery.core.run import export_run, load_run
 from tunery.registry.context import Task, TaskKind
 from tunery.registry.errors import ArtifactError, CompatibilityError
 

@@ -15,8 +15,9 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from tunery.core.finished import load_run, probe_run
 from tunery.core.options import build_options
-from tunery.core.run import load_run, peak_memory, probe_run, stored_parameters, train
+from tunery.core.run import peak_memory, stored_parameters, train
 from tunery.registry.errors import ArtifactError, CompatibilityError, RecipeError, TuneryError
 
 RESULT_KEYS = {

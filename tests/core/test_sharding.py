@@ -14,7 +14,14 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForSequenceClassification
 
-from tunery.core.sharding import ModelSharding, companion_names, full_state_dict, is_sharded, parameter_counts
+from tunery.core.sharding import (
+    ModelSharding,
+    adopted_parameters,
+    companion_names,
+    full_state_dict,
+    is_sharded,
+    parameter_counts,
+)
 
 
 class Net(nn.Module):
@@ -164,7 +171,7 @@ def test_removing_restores(accompanied: Net, sharding: ModelSharding):
     sharding.remove_companion(accompanied.first, "other_anchor")
     assert [name for name, _ in accompanied.named_parameters()] == [name for name, _ in plain.named_parameters()]
     assert vars(accompanied.first).keys() == vars(plain.first).keys()
-    for hooks in ("_state_dict_hooks", "_load_state_dict_post_hooks"):
+    for hooks in ("_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"):
         assert not getattr(accompanied.first, hooks)
 
 
@@ -196,6 +203,43 @@ def test_companions_are_in_no_file(tiny: Any, sharding: ModelSharding, tmp_path:
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     assert torch.equal(again.classifier.weight, model.classifier.weight)
+
+
+# ---- adopted modules
+
+
+@pytest.fixture
+def adopted(sharding: ModelSharding, net: Net) -> Net:
+    """A net whose first layer has adopted a small network that trains."""
+    sharding.adopt(net.first, "own", nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 1, bias=False)))
+    return net
+
+
+def test_adopted_trains_and_is_in_no_state_dict(adopted: Net):
+    """Its parameters are the model's, and no state_dict has or misses them; a really missing key is still reported."""
+    names = {"first.own.0.weight", "first.own.0.bias", "first.own.1.weight"}
+    assert adopted_parameters(adopted).keys() == names
+    assert names <= {name for name, parameter in adopted.named_parameters() if parameter.requires_grad}
+    assert adopted.state_dict().keys() == Net().state_dict().keys()
+    assert adopted.load_state_dict(Net().state_dict()).missing_keys == []
+    state = Net().state_dict()
+    del state["first.weight"], state["second.bias"]
+    for model, prefix in ((adopted, ""), (nn.ModuleList([adopted]), "0.")):
+        result = model.load_state_dict({prefix + key: value for key, value in state.items()}, strict=False)
+        assert result.missing_keys == [f"{prefix}first.weight", f"{prefix}second.bias"]
+
+
+def test_adopted_counts(adopted: Net):
+    """It trains, so it counts; a companion does not."""
+    assert parameter_counts(adopted)["trainable"] == parameter_counts(Net())["trainable"] + 4 * 2 + 2 + 2
+
+
+def test_adopted_goes_again(adopted: Net):
+    """Deleted, nothing of it stays."""
+    plain = Net()
+    del adopted.first.own
+    assert [name for name, _ in adopted.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    assert vars(adopted.first).keys() == vars(plain.first).keys()
 
 
 # ---- collecting and counting

@@ -21,8 +21,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import tunery
 from tunery.core.artifacts import MANIFEST, last_checkpoint, read_manifest
+from tunery.core.finished import load_run
 from tunery.core.options import build_options
-from tunery.core.run import load_run, train
+from tunery.core.run import train
 from tunery.core.staging import check_stages, place_to_resume, points_to_resume, stage_arguments
 from tunery.registry.context import Stage, TaskKind
 from tunery.registry.errors import ArtifactError, CompatibilityError, DataError, InvalidPluginError, RecipeError

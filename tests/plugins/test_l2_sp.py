@@ -7,21 +7,34 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from transformers import default_data_collator
 
 from tunery.core.sharding import ModelSharding
+from tunery.core.updates import Updates
 from tunery.plugins.regularizers import l2_sp
 from tunery.plugins.regularizers.l2_sp import L2SP
+from tunery.registry.conformance.models import MODELS, base_model
+from tunery.registry.conformance.trials import ONE, Trial
+from tunery.registry.conformance.workers import STAGES
+from tunery.registry.errors import CompatibilityError
 
 ALPHA, BETA, FACTOR = 0.5, 0.1, 3.0
+OLD, NEW = 5 * 6 + 6, 6 * 3 + 3  # weights of the two layers
+NORMALISERS = {"sum_half": (0.5, 0.5), "sum": (1, 1), "mean": (1 / OLD, 1 / NEW)}
 
 
 @pytest.fixture(params=[2**22, 7], ids=["whole", "pieces"])
-def trained(request, monkeypatch):
-    """A pre-trained layer and a new one, both moved since the penalty was attached; weights whole or in pieces of 7."""
+def pieces(request, monkeypatch):
+    """Weights whole, or in pieces of 7."""
     monkeypatch.setattr(l2_sp, "_PIECE", request.param)
+
+
+@pytest.fixture(params=NORMALISERS)
+def trained(request, pieces):
+    """A pre-trained layer and a new one, both moved since the penalty was attached."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 3))
-    regularizer = L2SP(L2SP.Config(alpha=ALPHA, beta=BETA))
+    regularizer = L2SP(L2SP.Config(alpha=ALPHA, beta=BETA, form=request.param))
     start = {name: parameter.detach().double().clone() for name, parameter in model.named_parameters()}
     run = SimpleNamespace(sharding=ModelSharding(), is_pretrained=lambda name: name.startswith("0."))
     regularizer.attach(model, run)
@@ -32,8 +45,9 @@ def trained(request, monkeypatch):
 
 
 def test_value_and_gradient(trained):
-    """(alpha/2) sum (w - w0)^2 + (beta/2) sum w^2, and its derivative on top of the task's."""
+    """Half, whole or mean of alpha (w - w0)^2 and beta w^2, and its derivative on top of the task's."""
     model, regularizer, start = trained
+    old, new = NORMALISERS[regularizer.config.form]
     inputs = torch.randn(4, 5)
     regularizer.begin({})
     task = model(inputs).square().mean()
@@ -44,13 +58,91 @@ def test_value_and_gradient(trained):
     model.zero_grad()
     model(inputs).square().mean().backward()
     expected = 0.0
-    for name, old in start.items():
+    for name, first in start.items():
         weight = model.get_parameter(name).detach().double()
-        strength, offset = (ALPHA, weight - old) if name.startswith("0.") else (BETA, weight)
-        expected += 0.5 * strength * offset.square().sum().item()
-        pulled = model.get_parameter(name).grad.double() + FACTOR * strength * offset
+        strength, offset = (ALPHA * old, weight - first) if name.startswith("0.") else (BETA * new, weight)
+        expected += strength * offset.square().sum().item()
+        pulled = model.get_parameter(name).grad.double() + FACTOR * 2 * strength * offset
         torch.testing.assert_close(found[name], pulled, rtol=1e-6, atol=1e-6)
     assert penalty.item() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("form", "alpha", "beta", "value"), [("sum_half", 0.1, 0.01, 0.295), ("mean", 1, 0, 2.5), ("sum", 1, 0, 5)]
+)
+def test_worked_example(form, alpha, beta, value):
+    """Pre-trained weights moved from 0 to (1, 2), and a new one of 3."""
+    model = nn.Sequential(nn.Linear(2, 1, bias=False), nn.Linear(1, 1, bias=False))
+    with torch.no_grad():
+        model[0].weight.zero_()
+    regularizer = L2SP(L2SP.Config(alpha=alpha, beta=beta, form=form))
+    run = SimpleNamespace(sharding=ModelSharding(), is_pretrained=lambda name: name.startswith("0."))
+    regularizer.attach(model, run)
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([[1.0, 2.0]]))
+        model[1].weight.fill_(3)
+    regularizer.begin({})
+    model(torch.ones(1, 2))
+    assert regularizer.penalty(None).item() == pytest.approx(value, abs=1e-6)
+
+
+@pytest.mark.parametrize("stage", [ONE, *STAGES])
+def test_decoupled_pull_is_priorwd(stage):
+    """Four steps of AdamW with w -= lr wd (w - w0) before each, by hand, on one process, DDP and every ZeRO stage."""
+    rate, alpha, beta = 0.01, 20.0, 10.0
+    trial = Trial(
+        strategy="full",
+        regularizers=(f"l2_sp:alpha={alpha},beta={beta},form=decoupled",),
+        rows=8,
+        options={"learning_rate": rate, "lr_scheduler_type": "linear", "max_grad_norm": 0.0, "adam_epsilon": 1e-3},
+    )
+    tiny = MODELS["bert_classifier"]
+    model = tiny.load(base_model("bert_classifier", dropout=False)).train()
+    start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0, eps=1e-3)
+    batch = default_data_collator(tiny.rows(8))
+    for step in range(trial.steps):
+        optimizer.param_groups[0]["lr"] = now = rate * (1 - step / trial.steps)
+        model(**batch).loss.backward()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.startswith("classifier"):
+                    parameter -= now * beta * parameter
+                else:
+                    parameter -= now * alpha * (parameter - start[name])
+        optimizer.step()
+        optimizer.zero_grad()
+    found = trial.run(stage).weights
+    for name, parameter in model.named_parameters():
+        moved, expected = found[name] - start[name], parameter.detach() - start[name]
+        torch.testing.assert_close(moved, expected, rtol=1e-3, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_decoupled_pull_is_weighed_and_adds_no_loss():
+    """``weight`` multiplies both strengths; the logged term is zero."""
+    trial = Trial(strategy="full", regularizers=("l2_sp:alpha=2,beta=2,weight=3,form=decoupled",))
+    other = trial.but(regularizers=("l2_sp:alpha=6,beta=6,form=decoupled",))
+    for name, value in trial.run().weights.items():
+        torch.testing.assert_close(value, other.run().weights[name])
+    assert set(trial.run().logged("loss/l2_sp")) == {0.0}
+
+
+def test_refuses_deepspeeds_own_optimizer():
+    """Where DeepSpeed is to make the optimizer there is nothing to come before."""
+    with pytest.raises(CompatibilityError, match="'l2_sp' needs torch's optimizer"):
+        Updates().hook(object(), [L2SP(L2SP.Config())])
+
+
+@pytest.mark.parametrize(("alpha", "beta", "trains"), [(0, 0, "01"), (1, 0, "1"), (0, 1, "0"), (1, 1, "")])
+def test_refuses_to_do_nothing(alpha, beta, trains):
+    """One line says so where nothing that trains has a strength: alpha alone under a frozen encoder, for example."""
+    model = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1))
+    for index, layer in enumerate(model):
+        layer.requires_grad_(str(index) in trains)
+    run = SimpleNamespace(sharding=ModelSharding(), is_pretrained=lambda name: name.startswith("0."))
+    with pytest.raises(CompatibilityError, match="'l2_sp' would do nothing") as caught:
+        L2SP(L2SP.Config(alpha=alpha, beta=beta)).attach(model, run)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_long_weight_keeps_its_digits():

@@ -1,0 +1,204 @@
+"""A finished run or checkpoint: loaded back, exported as what others load, its tasks dropped or renamed, probed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, set_seed
+
+from ..registry.context import RunContext, Subject
+from ..registry.errors import ArtifactError
+from .artifacts import (
+    MANIFEST,
+    describe_tasks,
+    find_task,
+    folder_in_place,
+    load_weights,
+    read_manifest,
+    seal,
+    strategy_of,
+    tasks_of,
+)
+from .artifacts import fingerprint as fingerprint_of
+from .context import make_context
+from .models import label_config, load_class, model_class
+from .probing import Snapshot, measure
+from .recipe import Recipe, choose
+from .wise_ft import check_share, interpolate
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """A run or checkpoint, loaded back.
+
+    Attributes:
+        model: the model its strategy trained, in eval mode.
+        run: its context.
+        recipe: its strategy, configured as it was.
+        manifest: what ``tunery.json`` says.
+        reference: the base model's own weights, if asked for (a ``Reference``).
+    """
+
+    model: nn.Module
+    run: RunContext
+    recipe: Recipe
+    manifest: Mapping[str, Any]
+    reference: Snapshot | None = None
+
+
+def load_run(folder: str | Path, *, with_reference: bool = False) -> LoadedRun:
+    """Load a run or checkpoint folder back: base model, strategy, trained weights.
+
+    Args:
+        folder: what ``tunery train`` wrote, or a ``checkpoint-N`` inside it.
+        with_reference: keep the pre-trained values too; then also a fully fine-tuned run needs its base model.
+
+    Raises:
+        ArtifactError: damaged, from a newer tunery, its plugin missing, or its base model is another one.
+        RecipeError: the base model cannot be loaded.
+    """
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    selection = strategy_of(manifest)
+    tasks, base = tasks_of(manifest), manifest["base_model"]
+    recipe = choose(strategy=selection)
+    set_seed(manifest["seed"])
+    whole = (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file()
+    model = _empty_model(folder, base["class"]) if whole and not with_reference else _base_model(folder, manifest)
+    run = make_context(model, _Bare(seed=manifest["seed"]), tasks)
+    if recipe.strategy is not None:
+        model = recipe.strategy.prepare(model, run)
+    reference = Snapshot(model, run.sharding) if with_reference else None
+    load_weights(model, folder)
+    return LoadedRun(model=model.eval(), run=run, recipe=recipe, manifest=manifest, reference=reference)
+
+
+@dataclass(frozen=True)
+class _Bare:
+    """What a context needs of training arguments where nothing is trained."""
+
+    seed: int
+    activation_checkpointing: bool = False
+
+
+def _empty_model(folder: Path, class_name: str) -> Any:
+    """Build the model of a fully written run from its own config; its weights are loaded afterwards, all of them."""
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ArtifactError(f"cannot read {folder / 'config.json'}: {first}") from None
+    return model_class(class_name)._from_config(config)
+
+
+def _base_model(folder: Path, manifest: Mapping[str, Any]) -> Any:
+    """Load the model that a run began with, and check that it is that one."""
+    task, base = tasks_of(manifest)[0], manifest["base_model"]
+    if not base["name_or_path"]:
+        raise ArtifactError(
+            "the run does not name its base model", remedy="train from a hub name, folder or package: reference"
+        )
+    kwargs: dict[str, Any] = {} if task.kind.is_language_modelling or not task.num_labels else label_config(task)
+    model = load_class(base["class"], base["name_or_path"], **kwargs)
+    if fingerprint_of(model, make_context(model, _Bare(seed=manifest["seed"]), [task])) != base["fingerprint"]:
+        raise ArtifactError(
+            f"{base['name_or_path']} is not the base model that {folder} was trained on",
+            owner=str(folder / MANIFEST),
+            remedy="its weights have changed: get the revision the run began with",
+        )
+    return model
+
+
+def export_run(
+    folder: str | Path,
+    output_dir: str | Path,
+    *,
+    merge: bool = False,
+    task: str | None = None,
+    wise_ft: float | None = None,
+) -> Path:
+    """Write a run as what ``from_pretrained`` loads where tunery is not installed: a model, or a PEFT adapter.
+
+    Args:
+        folder: a run or checkpoint.
+        output_dir: a new folder.
+        merge: fold an adapter into its base model.
+        task: of several tasks, the one to write.
+        wise_ft: the share of the trained weights in a mean with the pre-trained ones, see :mod:`.wise_ft`.
+
+    Raises:
+        TuneryError: the run cannot be loaded or ``output_dir`` is taken; nothing has been written then.
+    """
+    folder, target = Path(folder), Path(output_dir)
+    if wise_ft is not None:
+        check_share(wise_ft)
+    loaded = load_run(folder)
+    strategy, run = loaded.recipe.strategy, loaded.run
+    if task is not None:
+        run = dataclasses.replace(run, tasks=(find_task(run.tasks, task, str(folder)),))
+    model: Any = loaded.model if strategy is None else strategy.export(loaded.model, run, merge=merge)
+    content = {**loaded.manifest, "tasks": describe_tasks(run.tasks)}
+    if wise_ft is not None:
+        interpolate(model, _base_model(folder, loaded.manifest).state_dict(), loaded.run, wise_ft)
+        content["wise_ft"] = wise_ft
+    return _write(model, folder, target, content)
+
+
+def keep_tasks(folder: str | Path, output_dir: str | Path, names: Mapping[str, str]) -> Path:
+    """Write a run of several tasks once more with some of them, perhaps under new names.
+
+    Args:
+        folder: a run or checkpoint.
+        output_dir: a new folder.
+        names: the tasks to keep, and what to call them.
+
+    Raises:
+        TuneryError: an unknown task, two of one name, or a strategy that does not hold tasks apart; nothing has been
+            written then.
+    """
+    folder, target = Path(folder), Path(output_dir)
+    loaded = load_run(folder)
+    tasks = [dataclasses.replace(find_task(loaded.run.tasks, old, str(folder)), name=new) for old, new in names.items()]
+    if loaded.recipe.strategy is None:
+        raise ArtifactError(f"{folder} holds one task", remedy="there is nothing to drop or rename")
+    loaded.recipe.strategy.keep_tasks(loaded.model, names)
+    return _write(loaded.model, folder, target, {**loaded.manifest, "tasks": describe_tasks(tasks)})
+
+
+def _write(model: Any, folder: Path, target: Path, content: Mapping[str, Any]) -> Path:
+    """Write a model and the run's processor into a new folder, sealed."""
+    with folder_in_place(target) as temporary:
+        model.save_pretrained(temporary)
+        _copy_processor(folder, temporary)
+        seal(temporary, {key: value for key, value in content.items() if key != "files"})
+    return target
+
+
+def _copy_processor(folder: Path, target: Path) -> None:
+    """Write the tokenizer or image processor that a run saved beside its weights."""
+    for file, auto in (("tokenizer_config.json", AutoTokenizer), ("preprocessor_config.json", AutoImageProcessor)):
+        if (folder / file).is_file():
+            auto.from_pretrained(folder).save_pretrained(target)
+
+
+def probe_run(probe: str, folder: str | Path) -> list[dict[str, Any]]:
+    """Measure a finished run or checkpoint with one probe; return rows as ``measurements.jsonl`` holds them.
+
+    Raises:
+        TuneryError: the probe or the run cannot be used.
+    """
+    chosen = choose(probes=[probe])
+    loaded = load_run(folder, with_reference=True)
+    assert loaded.reference is not None
+    chosen.check(loaded.model, loaded.run)
+    subject = Subject(model=loaded.model, run=loaded.run, reference=loaded.reference)
+    return [
+        {"model": str(folder), "probe": plugin.name, "name": m.name, "value": m.value, "unit": m.unit, **m.where}
+        for plugin in chosen.probes
+        for m in measure(plugin, subject)
+    ]

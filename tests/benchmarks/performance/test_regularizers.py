@@ -1,0 +1,56 @@
+"""The script on what regularizers cost, with a model so small that only its workings show."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from tunery.benchmarks.performance import regularizers, workloads
+from tunery.benchmarks.performance.claims import Run
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes and a one-layer BERT stand in for MiniLM."""
+    monkeypatch.setattr(workloads, "minilm", workloads.tiny)
+    monkeypatch.setattr(workloads, "minilm_rows", lambda length: workloads.byte_rows(min(length, 32)))
+    monkeypatch.setattr(regularizers, "VARIANTS", regularizers.VARIANTS | {"lnsr": "lnsr:layer=0"})
+    monkeypatch.setattr(regularizers, "EPOCHS", 1)
+    options = partial(workloads.trainer, use_cpu=True)
+    monkeypatch.setattr(workloads, "trainer", options)
+
+
+@pytest.mark.slow
+def test_a_claim_for_each_regularizer(tmp_path: Path) -> None:
+    """Each has its ratio to the plain step, and the goal of its size."""
+    for rows, goal in ((8, 1.0), (32, 0.9)):
+        found = {claim.name: claim for claim in regularizers.steps(Run(quick=True), str(tmp_path), rows, 4 * rows)}
+        size = f"{rows} x {4 * rows}"
+        assert found.keys() == {
+            *(f"{name}, step, {size}" for name in regularizers.GOALS),
+            f"lnsr, what it adds over its layers, {size}",
+        }
+        assert found[f"mixout p=0.9, step, {size}"].goal == goal
+        assert all(claim.value > 0 for claim in found.values() if claim.name.endswith(f"step, {size}"))
+
+
+def test_upper_layers_run_forward_and_backward() -> None:
+    """The upper half of the layers gets gradients, and is left without."""
+    model = workloads.tiny()
+    layer = model.bert.encoder.layer[0]
+    seen: list[torch.Tensor] = []
+    layer.register_full_backward_hook(lambda _m, _i, output: seen.append(output[0].detach().clone()))
+    regularizers.upper_layers(model, 2, 5)()
+    assert [gradient.shape for gradient in seen] == [(2, 5, 32)]
+    assert all(parameter.grad is None for parameter in layer.parameters())
+
+
+def test_cached_features_count_all_seeds(tmp_path: Path) -> None:
+    """The claim compares five seeds of each, of which quick measures one that runs the encoder every time."""
+    claim = regularizers.cached_features(Run(quick=True), str(tmp_path))
+    assert claim.value > 0
+    assert claim.goal == 0.05
+    assert "1 epochs x 5 seeds of 128 rows" in claim.detail
