@@ -51,7 +51,7 @@ class Counting(nn.Module):
 def test_worked_example():
     """alpha = 0.25 on the way from (0, 4) to (4, 0) gives (1, 3); an integer buffer stays."""
     model, base = Counting((4.0, 0.0), 7), Counting((0.0, 4.0), 2)
-    interpolate(model, base.state_dict(), make_context(base, Args(), infer_task(base)), 0.25)
+    interpolate(model, base.state_dict(), make_context(base, Args(), [infer_task(base)]), 0.25)
     assert model.w.tolist() == [1.0, 3.0]
     assert model.count.item() == 7
 
@@ -105,7 +105,7 @@ def test_tied_weights_move_once():
     torch.manual_seed(0)
     base, model = (GPT2LMHeadModel(GPT2Config(vocab_size=8, n_embd=4, n_layer=1, n_head=1)) for _ in range(2))
     start, end = (m.transformer.wte.weight.detach().clone() for m in (base, model))
-    run = make_context(base, Args(), infer_task(base))
+    run = make_context(base, Args(), [infer_task(base)])
     interpolate(model, base.state_dict(), run, 0.5)
     torch.testing.assert_close(model.lm_head.weight.data, (start + end) / 2)
 
@@ -132,9 +132,9 @@ def test_another_base_is_refused(
     finished: Finished, other_base: Path, tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """The pre-trained weights must be those the run began with."""
-    from tunery.core import run as run_module
+    from tunery.core import run as finished_module
 
-    load = run_module.load_class
-    monkeypatch.setattr(run_module, "load_class", lambda cls, _name, **kwargs: load(cls, str(other_base), **kwargs))
+    load = finished_module.load_class
+    monkeypatch.setattr(finished_module, "load_class", lambda cls, _name, **kwargs: load(cls, str(other_base), **kwargs))
     with pytest.raises(ArtifactError, match="is not the base model"):
         export_run(finished("full"), tmp_path / "out", wise_ft=0.5)
