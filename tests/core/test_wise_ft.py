@@ -132,7 +132,7 @@ def test_another_base_is_refused(
     finished: Finished, other_base: Path, tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """The pre-trained weights must be those the run began with."""
-    from tunery.core import run as finished_module
+    from tunery.core import finished as finished_module
 
     load = finished_module.load_class
     monkeypatch.setattr(finished_module, "load_class", lambda cls, _name, **kwargs: load(cls, str(other_base), **kwargs))
