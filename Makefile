@@ -24,7 +24,7 @@ quickstart: venv ## train LoRA on a small real model and real text, without a hu
 	$(RUN) tunery train recipes/quickstart.yaml
 
 test: venv ## the tests, without the slow ones; ARGS="-k name" narrows them
-	$(RUN) pytest -m "not slow" $(ARGS)
+	$(RUN) pytest -m "not slow" -n 2 --dist loadscope $(ARGS)
 
 slow: venv ## the slow tests: real models, many runs, whole environments, the README's blocks
 	$(RUN) pytest -m slow $(ARGS)

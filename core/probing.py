@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..registry.context import Measurement, Sharding, Subject
+from ..registry.context import Measurement, Subject
 from ..registry.contracts import Probe
+from ..registry.sharding import Sharding
 
 MEASUREMENTS = "measurements.jsonl"
 

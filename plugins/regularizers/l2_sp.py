@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.hooks import RemovableHandle
 
-    from ...registry.context import Batch, RunContext, Sharding
+    from ...registry.context import Batch, RunContext
+    from ...registry.sharding import Sharding
 
     # of each module: name of the weight, of its anchor, and strength
     _Pulls = dict[nn.Module, list[tuple[str, str | None, float]]]

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import pytest
 
-_ASSERTING = ("gradients", "laws", "probe", "regularizer", "strategy", "traces")
+_ASSERTING = ("gradients", "joint", "laws", "probe", "regularizer", "strategy", "traces")
 pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in _ASSERTING))
 
+from .joint import JointStrategyLaws  # assertions are rewritten as a module is imported
 from .laws import PluginLaws
-from .probe import ProbeLaws  # assertions are rewritten as a module is imported
+from .probe import ProbeLaws
 from .regularizer import RegularizerLaws
 from .strategy import StrategyLaws
 
-__all__ = ["PluginLaws", "ProbeLaws", "RegularizerLaws", "StrategyLaws"]
+__all__ = ["JointStrategyLaws", "PluginLaws", "ProbeLaws", "RegularizerLaws", "StrategyLaws"]

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 KILLED_AFTER = (1, 4, 5)  # steps; an epoch has 5
 STEPS = 6
 LONG = 20
-TASKS = 3
 
 
 class StrategyLaws(PluginLaws):
@@ -144,63 +143,13 @@ class StrategyLaws(PluginLaws):
 
         trial = self.trial(model, steps=LONG, save=False)
         found, expected = trial.run(stage), trial.run()
-        assert _shapes(found) == _shapes(expected)
+        assert shapes(found) == shapes(expected)
         answers = MODELS[model].logits(tunery.load_run(found.folder).model)
         torch.testing.assert_close(answers, expected.logits, rtol=1e-4, atol=1e-4)
 
-    # ---- several tasks in one batch, for a strategy that takes them
 
-    @classmethod
-    def joint(cls, model: str, **changes: Any) -> Trial:
-        """Return a short training run on three tasks; DeepSpeed would clip them all as one, so nothing is clipped."""
-        strategy = cls.entry().cls
-        if not strategy.supports.several_tasks:
-            pytest.skip(f"{strategy.name!r} takes one task at a time")
-        return cls.trial(model, tasks=TASKS, batch=TASKS * 4, rows=TASKS * 12, options={"max_grad_norm": 0.0}).but(
-            **changes
-        )
-
-    def test_several_tasks_load_back_to_the_bit(self, model: str) -> None:
-        """Each row of a mixed batch gets the same answer after saving and loading."""
-        import torch
-
-        import tunery
-
-        outcome = self.joint(model, dropout=True).run()
-        answers = MODELS[model].logits(tunery.load_run(outcome.folder).model, TASKS)
-        torch.testing.assert_close(answers, outcome.logits, rtol=0, atol=0)
-
-    def test_several_tasks_leave_one_by_one(self, model: str, tmp_path: Path) -> None:
-        """Each exported task answers its rows as the mixed batch did, with transformers and PEFT alone."""
-        import torch
-
-        import tunery
-
-        outcome, tiny = self.joint(model, dropout=True).run(), MODELS[model]
-        expected = outcome.logits
-        for number, task in enumerate(tiny.tasks(TASKS)):
-            folder = tunery.export_run(outcome.folder, tmp_path / task.name, task=task.name, merge=True)
-            answers = tiny.logits(tiny.load(folder))[number::TASKS]
-            own = expected[number::TASKS][..., : answers.shape[-1]]
-            torch.testing.assert_close(answers, own, rtol=0, atol=1e-5)
-
-    @pytest.mark.parametrize("step", KILLED_AFTER)
-    def test_several_tasks_resume_as_if_never_killed(self, model: str, step: int) -> None:
-        """Killed after a step and resumed, a joint run ends with the same bits, dropout on."""
-        trial = self.joint(model, dropout=True)
-        assert trial.run(resume=step).bits == trial.run().bits
-
-    def test_several_tasks_have_the_same_losses_on_every_stage(self, model: str, stage: str) -> None:
-        """Every task's loss of every one of 20 steps is that of one process."""
-        trial = self.joint(model, steps=LONG, save=False)
-        found, expected = trial.run(stage), trial.run()
-        for key in ("loss", *(f"loss/{task.name}" for task in MODELS[model].tasks(TASKS))):
-            assert len(found.logged(key)) == LONG
-            assert found.logged(key) == pytest.approx(expected.logged(key), rel=1e-5), key
-        assert _shapes(found) == _shapes(expected)
-
-
-def _shapes(outcome: Outcome) -> dict[str, tuple[int, ...]]:
+def shapes(outcome: Outcome) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every saved weight."""
     return {name: tuple(value.shape) for name, value in outcome.weights.items()}
 
 

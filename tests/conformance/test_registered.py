@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from tunery.registry.conformance import PluginLaws, ProbeLaws, RegularizerLaws, StrategyLaws
+from tunery.registry.conformance import JointStrategyLaws, PluginLaws, ProbeLaws, RegularizerLaws, StrategyLaws
 from tunery.registry.conformance.models import VOCABULARY, workspace
 from tunery.registry.loading import load_plugins
 
@@ -52,12 +52,12 @@ class TestSurtThenHead(StrategyLaws):
     models = ("bert_classifier",)
 
 
-class TestMultiLora(StrategyLaws):
+class TestMultiLora(JointStrategyLaws):
     plugin = "multi_lora:r=4"
     models = WIDE
 
 
-class TestMultiLoraOtherWay(StrategyLaws):
+class TestMultiLoraOtherWay(JointStrategyLaws):
     plugin = "multi_lora:r=4,init=gaussian,frozen=b"
 
 
@@ -130,3 +130,16 @@ def test_every_plugin_is_tried() -> None:
     }
     ours = {(entry.kind, entry.name) for entry in load_plugins().catalog if entry.origin.distribution == "tunery"}
     assert ours - tried == set()
+
+
+def test_strategies_of_several_tasks_are_tried_with_several() -> None:
+    """What says it takes several tasks has the laws for it above."""
+    joint = {
+        entry.name for entry in load_plugins().catalog if entry.kind == "strategy" and entry.cls.supports.several_tasks
+    }
+    tried = {
+        laws.selection().name
+        for laws in globals().values()
+        if isinstance(laws, type) and issubclass(laws, JointStrategyLaws) and hasattr(laws, "plugin")
+    }
+    assert joint == tried

@@ -135,6 +135,8 @@ def test_another_base_is_refused(
     from tunery.core import finished as finished_module
 
     load = finished_module.load_class
-    monkeypatch.setattr(finished_module, "load_class", lambda cls, _name, **kwargs: load(cls, str(other_base), **kwargs))
+    monkeypatch.setattr(
+        finished_module, "load_class", lambda cls, _name, **kwargs: load(cls, str(other_base), **kwargs)
+    )
     with pytest.raises(ArtifactError, match="is not the base model"):
         export_run(finished("full"), tmp_path / "out", wise_ft=0.5)

@@ -57,7 +57,7 @@ def tiny(model_type: str, labels: int = LABELS, seed: int = 0, **options: Any) -
 
 
 def prepared(model: Any, **options: Any) -> tuple[Any, Head, RunContext]:
-    run = make_context(model, Args(), infer_task(model))
+    run = make_context(model, Args(), [infer_task(model)])
     strategy = Head(Head.Config(**options))
     return strategy.prepare(model, run), strategy, run
 

@@ -22,7 +22,7 @@ from tunery.core.recipe import choose
 from tunery.plugins.strategies.multi_lora import MultiLoraConfig
 from tunery.plugins.strategies.multi_lora.layers import MultiLoraLayer
 from tunery.plugins.strategies.multi_lora.routing import Router
-from tunery.plugins.strategies.multi_lora.splitting import cheapest_cuts, pieces
+from tunery.plugins.strategies.multi_lora.splitting import STEP, cheapest_cuts, pieces
 from tunery.registry.conformance.models import MODELS, base_model
 from tunery.registry.conformance.trials import Trial
 from tunery.registry.conformance.workers import STAGES
@@ -420,15 +420,15 @@ def test_losses_of_mixed_batch_are_the_formulas() -> None:
 # ---- a batch in pieces
 
 
-@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=24), overhead=st.integers(0, 200))
+@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=16), overhead=st.integers(0, 200))
 def test_cuts_are_the_cheapest(lengths: list[int], overhead: int) -> None:
-    """Against every way of cutting at multiples of four."""
+    """Against every way of cutting at multiples of the step."""
     lengths.sort()
 
     def cost(cuts: list[tuple[int, int]]) -> int:
         return sum(overhead + (end - start) * lengths[end - 1] for start, end in cuts)
 
-    inner = range(4, len(lengths), 4)
+    inner = range(STEP, len(lengths), STEP)
     ways = [
         list(pairwise([0, *chosen, len(lengths)]))
         for count in range(len(inner) + 1)

@@ -13,8 +13,8 @@ import torch
 
 # What another piece costs, in padded tokens: on a CPU the start of some hundred small operations, on a GPU the same where
 # each could have run on many more rows at once.
-OVERHEAD = {"cpu": 32, "cuda": 4096}
-_STEP = 4  # rows; pieces begin at multiples of it
+OVERHEAD = {"cpu": 12, "cuda": 4096}
+STEP = 2  # rows; pieces begin at multiples of it
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def cheapest_cuts(lengths: Sequence[int], overhead: int) -> list[tuple[int, int,
     Returns:
         Start, end and longest of every run.
     """
-    ends = [*range(_STEP, len(lengths), _STEP), len(lengths)]
+    ends = [*range(STEP, len(lengths), STEP), len(lengths)]
     best: list[tuple[int, list[tuple[int, int, int]]]] = []
     for index, end in enumerate(ends):
         longest = max(lengths[end - 1], 1)

@@ -15,7 +15,7 @@ def result(tmp_path_factory):
     """Return the numbers of a quick run."""
     out = tmp_path_factory.mktemp("study")
     assert main(findings, "partially_decomposable", "", ["--quick", "--output_dir", str(out)]) == 0
-    assert {path.name for path in out.iterdir()} == {"results.json", "counterexample.png", "table_3.png"}
+    assert {path.name for path in out.iterdir()} == {"results.json", "counterexample.png", "counts.png", "table_3.png"}
     return json.loads((out / "results.json").read_text())["findings"]
 
 
