@@ -45,6 +45,7 @@ class Trial:
             then shards the model while it is loaded, otherwise when training begins.
         options: further training arguments.
         tasks: how many tasks its rows belong to, in turn.
+        only: keep the rows of this one of them.
         again: tells apart two runs that are the same otherwise; equal trials are run once.
     """
 
@@ -63,6 +64,7 @@ class Trial:
     arguments_first: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
     tasks: int = 1
+    only: int | None = None
     again: int = 0
 
     def but(self, **changes: Any) -> Trial:
@@ -177,6 +179,7 @@ class Job:
         rows = tiny.rows(self.trial.rows, self.trial.tasks)
         if self.trial.tasks > 1:
             arguments["task"] = tiny.tasks(self.trial.tasks)
+            rows = [row for row in rows if self.trial.only in (None, row["task_ids"])]
         model = None if self.trial.arguments_first else tiny.load(self.base)
         args = tunery.TrainingArguments(**self.arguments())
         model = model or tiny.load(self.base)
