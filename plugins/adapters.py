@@ -21,8 +21,25 @@ _TASK_TYPES = {
 
 def task_fields(model: nn.Module, run: RunContext) -> dict[str, Any]:
     """Return the fields of a ``PeftConfig`` that follow from the task: its type, and the fresh head as a saved module."""
-    fresh = {name.split(".")[0] for name, _ in model.named_parameters() if not run.is_pretrained(name)}
-    return {"task_type": _TASK_TYPES.get(run.task.kind), "modules_to_save": sorted(fresh) or None}
+    fresh = sorted(fresh_modules(model, run))
+    return {"task_type": _TASK_TYPES.get(run.task.kind), "modules_to_save": fresh or None}
+
+
+def fresh_modules(model: nn.Module, run: RunContext) -> list[str]:
+    """Return the model's own children that hold what is not pre-trained, in the order it runs them."""
+    return list(
+        dict.fromkeys(name.split(".")[0] for name, _ in model.named_parameters() if not run.is_pretrained(name))
+    )
+
+
+def query_and_value(model: nn.Module, run: RunContext) -> list[str]:
+    """Return the last parts of the names of the attention's query and value projections.
+
+    Raises:
+        AnatomyError: the architecture is unknown.
+    """
+    layers = run.anatomy(model).layers
+    return sorted({name.rsplit(".", 1)[-1] for layer in layers for name in (layer.query, layer.value)})
 
 
 def export_adapter(model: Any, *, merge: bool) -> nn.Module:

@@ -9,7 +9,7 @@ from annotated_types import Ge, Gt, Lt
 
 from ...registry.contracts import Strategy
 from ...registry.hookspecs import hookimpl
-from ..adapters import export_adapter, task_fields
+from ..adapters import export_adapter, query_and_value, task_fields
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,7 +52,7 @@ class Lora(Strategy):
         """
         from peft import LoraConfig, get_peft_model
 
-        targets = list(self.config.target_modules or _query_and_value(model, run))
+        targets = list(self.config.target_modules or query_and_value(model, run))
         config: Any = LoraConfig(
             r=self.config.r,
             lora_alpha=self.config.alpha,  # type: ignore[arg-type]  # PEFT divides it; any number does
@@ -68,11 +68,6 @@ class Lora(Strategy):
     def export(self, model: nn.Module, run: RunContext, *, merge: bool = False) -> nn.Module:
         """Return the ``PeftModel``, or with ``merge`` the plain model with W0 + (alpha / r) B A."""
         return export_adapter(model, merge=merge)
-
-
-def _query_and_value(model: nn.Module, run: RunContext) -> list[str]:
-    layers = run.anatomy(model).layers
-    return sorted({name.rsplit(".", 1)[-1] for layer in layers for name in (layer.query, layer.value)})
 
 
 def _any_conv1d(model: nn.Module, targets: list[str]) -> bool:

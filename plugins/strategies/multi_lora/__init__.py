@@ -17,6 +17,7 @@ from ....registry.context import Support, Task, TaskKind
 from ....registry.contracts import Strategy
 from ....registry.errors import ArtifactError, CompatibilityError, DataError
 from ....registry.hookspecs import hookimpl
+from ...adapters import fresh_modules, query_and_value
 
 if TYPE_CHECKING:
     from torch import nn
@@ -93,8 +94,8 @@ class MultiLora(Strategy):
             r=self.config.r,
             lora_alpha=self.config.alpha,
             lora_dropout=self.config.dropout,
-            target_modules=list(self.config.target_modules or _query_and_value(model, run)),
-            heads=_fresh_modules(model, run) or None,
+            target_modules=list(self.config.target_modules or query_and_value(model, run)),
+            heads=fresh_modules(model, run) or None,
             init=self.config.init,
             frozen=self.config.frozen,
         )
@@ -232,18 +233,6 @@ class MultiLora(Strategy):
                     remedy="use the base model and target_modules that run was trained with",
                 )
         model.load_state_dict(state, strict=False)
-
-
-def _query_and_value(model: nn.Module, run: RunContext) -> list[str]:
-    layers = run.anatomy(model).layers
-    return sorted({name.rsplit(".", 1)[-1] for layer in layers for name in (layer.query, layer.value)})
-
-
-def _fresh_modules(model: nn.Module, run: RunContext) -> list[str]:
-    """Return the model's own children that hold what is not pre-trained, in the order it runs them."""
-    return list(
-        dict.fromkeys(name.split(".")[0] for name, _ in model.named_parameters() if not run.is_pretrained(name))
-    )
 
 
 @hookimpl
