@@ -24,6 +24,7 @@ from transformers.trainer_pt_utils import find_batch_size
 
 from ..registry.context import Batch, Task
 from ..registry.contracts import Regularizer
+from ..registry.errors import DataError
 
 _IGNORED = -100
 
@@ -197,7 +198,10 @@ def _count(batch: Mapping[str, Any], shifts_labels: bool, tasks: int) -> torch.T
     exact = torch.float32 if labels.device.type == "mps" else torch.float64
     if tasks > 1:
         valid = labels.ne(_IGNORED).reshape(rows, -1).sum(dim=1).to(exact)
-        items = valid.new_zeros(tasks).index_add_(0, batch["task_ids"], valid)
+        if "task_ids" not in batch:
+            raise DataError(f"a batch without task_ids in a run on {tasks} tasks", remedy="give every row one")
+        # One out of range counts anywhere: the model refuses it in words, before any weight moves.
+        items = valid.new_zeros(tasks).index_add_(0, batch["task_ids"].clamp(0, tasks - 1), valid)
     else:
         items = labels.ne(_IGNORED).sum().to(exact).reshape(1)
     return torch.cat([items, items.new_full((1,), rows)])

@@ -22,7 +22,12 @@ _TASK_TYPES = {
 def task_fields(model: nn.Module, run: RunContext) -> dict[str, Any]:
     """Return the fields of a ``PeftConfig`` that follow from the task: its type, and the fresh head as a saved module."""
     fresh = sorted(fresh_modules(model, run))
-    return {"task_type": _TASK_TYPES.get(run.task.kind), "modules_to_save": fresh or None}
+    return {"task_type": task_type(run), "modules_to_save": fresh or None}
+
+
+def task_type(run: RunContext) -> str | None:
+    """Return what PEFT calls the run's task, ``None`` for what it has no name for."""
+    return _TASK_TYPES.get(run.task.kind)
 
 
 def fresh_modules(model: nn.Module, run: RunContext) -> list[str]:

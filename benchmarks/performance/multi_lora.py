@@ -4,8 +4,8 @@
   against one step of each of k ``transformers.Trainer`` with a PEFT LoRA of their own. MiniLM (22.7 million parameters),
   rank 8 on query and value, docstrings of up to 128 tokens padded batch by batch. The base model is frozen in both, so
   either needs 4P of the 6P operations of full training (P parameters: 2P forward, 2P for the gradient of activations, and
-  none for the base weights'); what there is to gain is the small batches' cost, and what the joint batch's longer padding
-  takes has to be won back.
+  none for the base weights'); what there is to gain is the small batches' cost and their padding: the
+  joint batch runs in pieces of rows of similar length.
 * ``memory``: of three such steps, k=8, batch=4, each side in a process of its own; ours holds one base model, the peer k.
 * ``bytes on disk``: A once and eight B against eight PEFT adapter files, heads aside.
 * ``mixed inference``: eight tasks' rows in one batch, against PEFT's ``adapter_names``.

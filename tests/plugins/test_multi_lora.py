@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -309,7 +310,39 @@ def test_dropped_and_renamed_tasks(finished: Path, tmp_path: Path) -> None:
         assert files_of(kept, new, tmp_path / new) == files_of(finished, old, tmp_path / old)
 
 
+def test_task_that_trained_alone_can_be_renamed(tmp_path: Path) -> None:
+    """Which tasks trained is no part of what is loaded back."""
+    strategy = {"name": "multi_lora", "r": 4, "tasks": ["task1"]}
+    folder = Trial(strategy=strategy, tasks=3, batch=12, rows=36, options={"max_grad_norm": 0.0}).run().folder
+    kept = tunery.keep_tasks(folder, tmp_path / "kept", {"task0": "renamed"})
+    assert [task.name for task in tunery.load_run(kept).run.tasks] == ["renamed"]
+
+
 # ---- what cannot be
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
+def test_damaged_run_is_not_added_to(name: str, finished: Path, tmp_path: Path) -> None:
+    """One line, whichever file is cut off."""
+    shutil.copytree(finished, tmp_path / "damaged", ignore=shutil.ignore_patterns("checkpoint-*"))
+    file = tmp_path / "damaged" / name
+    file.write_bytes(file.read_bytes()[:100])
+    selection = {"name": "multi_lora", "r": 4, "add_to": str(tmp_path / "damaged")}
+    with pytest.raises(ArtifactError, match="cannot be read") as error:
+        Trial(strategy=selection).trainer(tmp_path / "run")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("task_id", "words"), [(3, "task id 3"), (-1, "task id -1"), (None, "without task_ids")])
+def test_trainer_refuses_rows_of_no_task(task_id: int | None, words: str, tmp_path: Path) -> None:
+    """In words, not by an index."""
+    trainer = Trial(strategy="multi_lora:r=4", tasks=3, batch=12, rows=36).trainer(tmp_path / "run")
+    for row in trainer.train_dataset:
+        row["task_ids"] = task_id
+        if task_id is None:
+            del row["task_ids"]
+    with pytest.raises(DataError, match=words):
+        trainer.train()
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """Multi-LoRA: k tasks train together on one frozen A; h = W0 x + (alpha / r) B_i A x, and every task leaves as a plain LoRA.
 
-``Xing et al., Multi-LoRA``, section 5 and Algorithm 1. Read on in ``config.py`` and ``tuner.py`` (the PEFT method), ``layers.py`` (an adapted module),
-``heads.py``, ``losses.py`` and ``routing.py`` (which row belongs to which task).
+``Xing et al., Multi-LoRA``, section 5 and Algorithm 1. Read on in ``config.py`` and ``tuner.py`` (the PEFT method),
+``layers.py`` (an adapted module), ``heads.py``, ``losses.py``, ``routing.py`` (which row belongs to which task) and
+``splitting.py`` (a batch in pieces of rows of similar length).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ....registry.context import Support, Task, TaskKind
 from ....registry.contracts import Strategy
 from ....registry.errors import ArtifactError, CompatibilityError, DataError
 from ....registry.hookspecs import hookimpl
-from ...adapters import fresh_modules, query_and_value
+from ...adapters import fresh_modules, query_and_value, task_type
 
 if TYPE_CHECKING:
     from torch import nn
@@ -61,7 +62,7 @@ class MultiLora(Strategy):
         target_modules: tuple[str, ...] | None = None
         init: Literal["default", "gaussian"] = "default"
         frozen: Literal["a", "b"] = "a"
-        tasks: tuple[str, ...] | None = None
+        tasks: tuple[str, ...] | None = field(default=None, metadata={"recorded": False})
         add_to: str | None = field(default=None, metadata={"recorded": False})
 
     config: Config
@@ -182,7 +183,7 @@ class MultiLora(Strategy):
                 target_modules=config.target_modules,
                 fan_in_fan_out=conv1d,
                 modules_to_save=heads,
-                task_type="CAUSAL_LM" if run.task.kind.is_language_modelling else "SEQ_CLS",
+                task_type=task_type(run),
                 inference_mode=True,
             ),
         )
@@ -206,7 +207,12 @@ class MultiLora(Strategy):
             return self._earlier
         if not (folder / "adapter_config.json").is_file():
             raise ArtifactError(f"add_to={str(folder)!r} holds no adapter", remedy="name a finished multi_lora run")
-        config = PeftConfig.from_pretrained(str(folder))
+        try:
+            config = PeftConfig.from_pretrained(str(folder))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ArtifactError(
+                f"add_to={str(folder)!r} has an adapter_config.json that cannot be read: {error}"
+            ) from None
         if not isinstance(config, MultiLoraConfig):
             raise ArtifactError(f"add_to={str(folder)!r} is of PEFT type {config.peft_type}, not multi_lora")
         for ours, theirs in (("r", "r"), ("alpha", "lora_alpha"), ("init", "init"), ("frozen", "frozen")):
@@ -221,10 +227,14 @@ class MultiLora(Strategy):
 
     def _take_over(self, model: nn.Module) -> None:
         """Load the earlier run's values; A is among them, so its tasks go on meaning the same."""
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
         folder = Path(str(self.config.add_to))
-        state = load_file(folder / "adapter_model.safetensors")
+        try:
+            state = load_file(folder / "adapter_model.safetensors")
+        except (OSError, SafetensorError) as error:
+            raise ArtifactError(f"add_to={str(folder)!r} has weights that cannot be read: {error}") from None
         own = model.state_dict()
         for key, value in state.items():
             if key not in own or own[key].shape != value.shape:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 # What another piece costs, in padded tokens: on a CPU the start of some hundred small operations, on a GPU the same where
-# each could have run on many more rows at once.
+# each could have run on many more rows at once. The CPU's is measured, the GPU's a guess.
 OVERHEAD = {"cpu": 12, "cuda": 4096}
 STEP = 2  # rows; pieces begin at multiples of it
 
