@@ -508,6 +508,15 @@ def test_pieces_answer_as_the_whole_batch(kind: str) -> None:
         torch.testing.assert_close(gradient, found[False][1][name], rtol=0, atol=1e-10)
 
 
+def test_who_asks_for_hidden_states_gets_them() -> None:
+    """Also from a batch that would run in pieces."""
+    mask = (torch.arange(20) < torch.tensor([2, 20] * 12)[:, None]).long()
+    assert len(pieces(mask)) > 1
+    batch = {"input_ids": mask * 5, "attention_mask": mask, "task_ids": torch.arange(24) % 3}
+    assert len(adapted().eval()(**batch, output_hidden_states=True).hidden_states) == 3
+    assert adapted().eval()(**batch).logits.shape == (24, 3)
+
+
 def test_padding_on_the_left_is_kept() -> None:
     """A row that ends where the batch ends needs all its positions."""
     mask = torch.zeros(32, 40, dtype=torch.long)

@@ -71,7 +71,8 @@ class MultiLoraModel(BaseTuner):
     Attributes:
         tasks: the tasks, in the order of their numbers.
         router: says which row belongs to which.
-        split: whether a batch of unequal rows may run in pieces where that is faster; outputs then hold logits alone.
+        split: whether a batch of unequal rows may run in pieces where that is faster; outputs then hold logits alone, and
+            who asks for hidden states or attentions gets the batch run as a whole.
     """
 
     prefix = "lora_"
@@ -192,6 +193,8 @@ class MultiLoraModel(BaseTuner):
         if any(getattr(module, "gradient_checkpointing", False) for module in self.model.modules()):
             return None
         if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+            return None
+        if inputs.get("output_hidden_states") or inputs.get("output_attentions"):  # as wide as the whole batch
             return None
         found = pieces(mask)
         if not found:
