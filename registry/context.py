@@ -6,7 +6,7 @@ Plugins never import the core. Whatever they may know about a run reaches them t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -251,6 +251,8 @@ class Subject:
         run: the run it belongs to.
         reference: its pre-trained values.
         evaluate: runs the evaluation set and returns its metrics, or ``None`` where there is none.
+        batches: yields the evaluation set's batches, collated, on the model's device, this rank's share of each; ``None``
+            where there is none.
         step: optimizer steps done.
     """
 
@@ -258,6 +260,7 @@ class Subject:
     run: RunContext
     reference: Reference
     evaluate: Callable[[], Mapping[str, float]] | None = None
+    batches: Callable[[], Iterable[Mapping[str, Any]]] | None = None
     step: int = 0
 
 
