@@ -111,8 +111,22 @@ def read_options(recipe: Path | None, flags: Sequence[str]) -> Options:
         RecipeError: an unreadable file, an unknown key or flag (with the nearest known one), or a wrong value.
         TuneryError: what the arguments themselves refuse.
     """
+    return build_options(read_given(recipe, flags))
+
+
+def read_given(recipe: Path | None, flags: Sequence[str], more: Sequence[type] = ()) -> dict[str, Any]:
+    """Return the keys that a recipe and the flags that override it give.
+
+    Args:
+        recipe: the file, if there is one.
+        flags: the command line's.
+        more: argument classes whose keys are known beside those of a run.
+
+    Raises:
+        RecipeError: an unreadable file, or an unknown key or flag (with the nearest known one).
+    """
     given = {} if recipe is None else read_recipe(recipe)
-    parser = _parser()
+    parser = _parser(more)
     known = {action.dest for action in parser._actions}
     for key in given:
         if key not in known:
@@ -131,7 +145,7 @@ def read_options(recipe: Path | None, flags: Sequence[str]) -> Options:
     flagged = vars(explicit)
     if "tasks" in flagged:
         flagged["tasks"] = choose_tasks(given.get("tasks") or (), flagged["tasks"])
-    return build_options({**given, **flagged})
+    return {**given, **flagged}
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
@@ -168,7 +182,7 @@ def build_options(given: Mapping[str, Any]) -> Options:
                 raise RecipeError(f"{name} is missing", remedy=f"give it in the recipe or as --{name}")
         values = {item.name: settled[item.name] for item in fields if item.name in settled}
         try:
-            parts.append(cls(**(values if cls is DataArguments else _typed(cls, values))))
+            parts.append(cls(**(values if cls is DataArguments else typed_arguments(cls, values))))
         except TuneryError:
             raise
         except (TypeError, ValueError, ImportError, OSError) as error:
@@ -191,11 +205,15 @@ def _check_reporting(training: TrainingArguments) -> None:
             raise RecipeError(f"report_to={name!r} is not installed or not known", known=known)
 
 
-def _typed(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values as the types of ``cls`` ask: YAML comes without types, and transformers checks few of them."""
+def typed_arguments(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values as the types of ``cls`` ask: YAML comes without types, and transformers checks few of them.
+
+    Raises:
+        RecipeError: a value that none of its type can be made of, or out of range.
+    """
     from pydantic import TypeAdapter, ValidationError
 
-    hints = {**get_type_hints(cls), "resume_from_checkpoint": str | bool | None}
+    hints = {**get_type_hints(cls, include_extras=True), "resume_from_checkpoint": str | bool | None}
     hints |= {name: Annotated[hints[name], limit] for name, limit in _RANGES.items() if name in hints}
     typed = dict(values)
     for name in (name for name in values if name not in PLUGIN_FIELDS):
@@ -211,8 +229,8 @@ def _is_required(item: dataclasses.Field[Any]) -> bool:
     return item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
 
 
-def _parser() -> _Parser:
-    parser = _Parser((RunArguments, DataArguments, TrainingArguments), add_help=False, allow_abbrev=False)  # type: ignore[arg-type]
+def _parser(more: Sequence[type]) -> _Parser:
+    parser = _Parser((*more, RunArguments, DataArguments, TrainingArguments), add_help=False, allow_abbrev=False)  # type: ignore[arg-type]
     for action in parser._actions:
         if action.dest == "resume_from_checkpoint":
             action.nargs, action.const = "?", "last"  # the bare flag: from where the run stopped
@@ -221,10 +239,10 @@ def _parser() -> _Parser:
     return parser
 
 
-def help_text() -> str:
+def help_text(more: Sequence[type] = ()) -> str:
     """Return every key with its type's default and its help, grouped by argument class."""
     lines = []
-    for cls in (RunArguments, DataArguments, TrainingArguments):
+    for cls in (*more, RunArguments, DataArguments, TrainingArguments):
         lines.append(f"\n{cls.__name__}")
         for item in dataclasses.fields(cls):
             if item.init and not item.name.startswith("_"):
