@@ -21,8 +21,10 @@ from transformers.trainer_utils import set_seed
 
 from ..registry.context import RunContext, Stage, Subject, Task, TaskKind
 from ..registry.errors import ArtifactError, CompatibilityError, RecipeError
+from ..registry.proxy import ProxyStrategy
+from .alignment import align
 from .arguments import PLUGIN_FIELDS, PROBE_MOMENTS, TrainingArguments
-from .artifacts import describe_base, manifest, read_manifest
+from .artifacts import describe_base, load_stored, manifest, read_manifest
 from .checkpointing import WholeCheckpoints, check_belongs
 from .context import infer_task, make_context
 from .joint import check_joint, clip_each
@@ -78,6 +80,8 @@ class PluginTrainerMixin(WholeCheckpoints):
         if len(self.run.tasks) > 1:
             self.label_names = ["labels", "task_ids"]
         self.add_callback(_Moments(self))
+        # Who hands in rows later, as a federation does, aligns a stand-in itself.
+        self._to_align = isinstance(self.recipe.strategy, ProxyStrategy) and self.train_dataset is not None
 
     # ---- building the model
 
@@ -86,6 +90,7 @@ class PluginTrainerMixin(WholeCheckpoints):
     objective: Objective
     stages: tuple[Stage, ...]
     finished_stages: Sequence[Mapping[str, Any]] = ()
+    alignment: Mapping[str, float] = {}  # what a stand-in's measured, if there was one; never changed in place
     _stage: Stage | None = None  # the one this trainer trains, where it is not the last
 
     def _equip(self, model: nn.Module, args: Any) -> nn.Module:
@@ -142,6 +147,10 @@ class PluginTrainerMixin(WholeCheckpoints):
 
     def _manifest(self) -> dict[str, Any]:
         return manifest(dataclasses.replace(self.run, tasks=self._tasks), self._base, self.recipe.describe())
+
+    def _stored_names(self) -> Sequence[str]:
+        strategy = self.recipe.strategy
+        return () if strategy is None else strategy.stored(self._equipped, self.run)
 
     def _settle(self) -> None:
         for regularizer in self.recipe.regularizers:
@@ -241,6 +250,11 @@ class PluginTrainerMixin(WholeCheckpoints):
             self.check_belongs(last)
         if earlier:
             self._train_earlier_stages(earlier)
+        if last is not None:
+            load_stored(self._equipped, last)
+        elif self._to_align:
+            self.alignment = align(self)
+        self._to_align = False
         self._clear_staging(self._run_dir)  # what a killed run was writing
         output = super().train(None if last is None else str(last), *args, **kwargs)
         observe("tunery_run_end", run=self.run, result=output.metrics)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from ..registry.context import TaskKind
@@ -10,7 +12,7 @@ from ..registry.errors import CompatibilityError
 if TYPE_CHECKING:
     from torch import nn
 
-    from ..registry.context import RunContext
+    from ..registry.context import Layer, RunContext
 
 _TASK_TYPES = {
     TaskKind.CLASSIFICATION: "SEQ_CLS",
@@ -45,6 +47,63 @@ def query_and_value(model: nn.Module, run: RunContext) -> list[str]:
     """
     layers = run.anatomy(model).layers
     return sorted({name.rsplit(".", 1)[-1] for layer in layers for name in (layer.query, layer.value)})
+
+
+def attention_projections(layers: Iterable[Layer]) -> list[str]:
+    """Return the names of the attention projections of some layers, output included; one that is all three comes once."""
+    return list(
+        dict.fromkeys(
+            name for layer in layers for name in (layer.query, layer.key, layer.value, layer.attention_output)
+        )
+    )
+
+
+def add_lora(
+    model: nn.Module, run: RunContext, targets: list[str], *, r: int, alpha: float, dropout: float
+) -> nn.Module:
+    """Return a ``PeftModel`` with LoRA on the modules named, and the fresh head to train along.
+
+    Args:
+        model: the plain model, of a known architecture.
+        run: the run it belongs to.
+        targets: full names of the modules to adapt.
+        r: rank.
+        alpha: the update is scaled by alpha / r.
+        dropout: probability of zeroing an element of an adapter's input, in training.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    config: Any = LoraConfig(
+        r=r,
+        lora_alpha=alpha,  # type: ignore[arg-type]  # PEFT divides it; any number does
+        lora_dropout=dropout,
+        target_modules=targets,
+        fan_in_fan_out=run.anatomy(model).conv1d,
+        **task_fields(model, run),
+    )
+    adapted: Any = model
+    result: nn.Module = get_peft_model(adapted, config)
+    return result
+
+
+def plug_adapter(model: Any, proxy: Any) -> nn.Module:
+    """Return ``model`` with the adapter and head of ``proxy``: as a ``PeftModel``, or the one it is, brought up to date.
+
+    Args:
+        model: a plain model whose modules have the names of those that the adapter belongs to, or what this returned.
+        proxy: the ``PeftModel`` to take the adapter from.
+    """
+    import torch
+    from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+
+    if not isinstance(model, PeftModel):
+        with torch.random.fork_rng():  # its first values are drawn, and none of them stays
+            model = get_peft_model(model, copy.deepcopy(proxy.peft_config[proxy.active_adapter]))
+    state = get_peft_model_state_dict(proxy, save_embedding_layers=False)
+    with torch.no_grad():
+        set_peft_model_state_dict(model, state)
+    plugged: nn.Module = model
+    return plugged
 
 
 def export_adapter(model: Any, *, merge: bool) -> nn.Module:

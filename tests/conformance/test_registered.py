@@ -52,6 +52,15 @@ class TestSurtThenHead(StrategyLaws):
     models = ("bert_classifier",)
 
 
+class TestProxySubFm(StrategyLaws):
+    plugin = "proxy_sub_fm:ratio=0.75,retained=[0],r=4,dropout=0"
+    models = WIDE
+
+
+class TestProxySubFmAligned(StrategyLaws):
+    plugin = "proxy_sub_fm:ratio=0.5,retained=[0],r=4,dropout=0,distill_steps=3"
+
+
 class TestMultiLora(JointStrategyLaws):
     plugin = "multi_lora:r=4"
     models = WIDE
