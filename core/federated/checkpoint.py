@@ -82,8 +82,13 @@ class Checkpoints:
             }
             write_json(folder / _STATE, state)
             _sync(folder)
-        if before is not None:
-            shutil.rmtree(before)
+        self._keep_only(target)
+
+    def _keep_only(self, last: Path) -> None:
+        """Remove the checkpoint before, and what a killed run was writing or removing."""
+        for other in (self.folder / ROUNDS).iterdir():
+            if other != last:
+                shutil.rmtree(other)
 
     def _save_stand_in(self, server: Server, before: Path | None, folder: Path) -> None:
         """Write the stand-in, or link it where it has not changed since the last checkpoint."""
@@ -127,6 +132,7 @@ class Checkpoints:
                 self._load_stand_in(server, last, state["versions"])
         except (OSError, SafetensorError, KeyError, RuntimeError) as error:
             raise ArtifactError(f"cannot read {last}: {type(error).__name__}", remedy="it is damaged") from None
+        self._keep_only(last)
         return Progress(state["done"], dict(state["resting"]), dict(state["distilled"]))
 
     def _load_stand_in(self, server: Server, folder: Path, versions: int) -> None:

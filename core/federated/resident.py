@@ -23,7 +23,7 @@ class Resident:
     """A model as its strategy prepared it, with its regularizers attached, and what moves weights in and out of it.
 
     Args:
-        model: the model as loaded; with a ``ProxyStrategy`` it stays whole.
+        model: the model as loaded, which becomes what its strategy makes of it.
         task: what it is trained for.
         processor: its tokenizer or image processor.
         collate: makes batches of encoded rows.

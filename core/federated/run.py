@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 import secrets
@@ -16,6 +17,7 @@ import torch
 from transformers import set_seed
 
 from ...registry.errors import RecipeError
+from ...registry.proxy import ProxyStrategy
 from ..artifacts import MANIFEST, versions, write_json
 from ..data import DataArguments, TaskData, encode, load_tasks
 from ..data.loading import FILE_TYPES, load_splits, quiet, sample
@@ -51,7 +53,7 @@ class Federation:
         parts: their numbers.
         validation: the rows that evaluate the server.
         server_rows: the server's own, or ``None``.
-        full: the model as loaded.
+        full: with a ``ProxyStrategy`` the model as loaded, which the stand-in was made of.
     """
 
     resident: Resident
@@ -143,6 +145,8 @@ def assemble(options: FederatedOptions) -> Federation:
     parts = [keep[part] for part in parts]
     server_rows = _select(encoded.train, own) if len(own) else _server_data(federated, data, processor, seed)
     model = load_model(run.model_name_or_path, data.task, run.model_revision, run.dtype)
+    is_proxy = isinstance(choose(args.strategy).strategy, ProxyStrategy)
+    full = copy.deepcopy(model) if is_proxy else None
     resident = Resident(model, data.task, processor, encoded.data_collator, options.run)
     aligns = resident.proxy is not None and resident.proxy.realign_every > 0
     if aligns and federated.noise_multiplier and federated.statistics_clip_norm is None:
@@ -154,7 +158,7 @@ def assemble(options: FederatedOptions) -> Federation:
         parts=parts,
         validation=encoded.validation,
         server_rows=server_rows,
-        full=model,
+        full=full,
     )
 
 

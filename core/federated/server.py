@@ -22,7 +22,7 @@ from .rows import NoRows
 from .stand_in import Changes, everything, find_changes, merge, pack
 from .worker import ADAPTER
 
-_TIMING = ("runtime", "samples_per_second", "steps_per_second")
+_TIMING = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time")
 
 
 class Server:
@@ -30,18 +30,18 @@ class Server:
 
     Args:
         resident: the prepared model; in one process with the clients, theirs too.
-        full: the model as loaded, which a ``ProxyStrategy`` plugs its adapter into.
+        full: the whole model, which a ``ProxyStrategy`` plugs its adapter into; ``None`` with any other strategy.
         validation: encoded rows that evaluate it.
         rows: the server's own rows, looked at without labels; ``None`` if it has none.
         run_id: tells this federation's versions from another one's.
     """
 
-    def __init__(self, resident: Resident, full: nn.Module, validation: Any, rows: Any, run_id: str) -> None:
+    def __init__(self, resident: Resident, full: nn.Module | None, validation: Any, rows: Any, run_id: str) -> None:
         self.resident = resident
         self.adapter = resident.state()
         self.run_id = run_id
         self.changes: list[Changes] = []
-        self._full = full if resident.proxy is not None else None
+        self._full = full
         self._validation = validation
         self._rows = rows
         self._has: dict[str, str] = {}

@@ -11,7 +11,7 @@ from tunery.core.options import read_options
 from tunery.core.recipe import choose
 from tunery.registry.errors import DataError, SelectionError, TuneryError
 
-RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("[!f]*.yaml"))  # federations have keys of their own
 NLG, GLUE = (path for name in ("nlg", "glue") for path in RECIPES if path.stem == f"multi_lora_{name}")
 
 

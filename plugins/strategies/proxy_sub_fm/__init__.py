@@ -257,6 +257,15 @@ class ProxySubFm(ProxyStrategy):
 
         return taught
 
+    def realigned(self, proxy: nn.Module, run: RunContext) -> int:
+        """Return the numbers of the idle share's rows, biases and columns."""
+        return sum(
+            round(self.config.share * block.width) * (getattr(module, name).numel() // block.width)
+            for block in self._narrow(proxy, run)
+            for module, name, dim in block.parts()
+            if dim is not None
+        )
+
     def export(self, model: nn.Module, run: RunContext, *, merge: bool = False) -> nn.Module:
         """Return the full model: a ``PeftModel`` with the adapter, or with ``merge`` the plain model it is folded into."""
         for block, parameters in self._whole(model, run):

@@ -1,0 +1,67 @@
+"""The cost model is the paper's formula, and what it predicts is what is sent."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import BertConfig, BertForSequenceClassification
+
+from tunery.core.context import infer_task
+from tunery.core.federated.arguments import build_federated_options
+from tunery.core.federated.cost import multiplications, predict
+from tunery.core.federated.resident import Resident
+
+
+def resident(tiny: Any, strategy: str, **config: Any) -> tuple[Resident, Any]:
+    options = build_federated_options(
+        tiny.given(strategy=strategy, max_steps=None, save_strategy=None, report_to=None, learning_rate=1e-3)
+    )
+    model = BertForSequenceClassification(BertConfig(vocab_size=50, max_position_embeddings=16, **config))
+    return Resident(model, infer_task(model), None, None, options.run), options
+
+
+def test_multiplications_are_the_papers(tiny: Any):
+    """d (V + S) + L (4 S d^2 + S^2 d) + 2 L S d d_ff + L S d."""
+    shape = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 96}
+    full, _ = resident(tiny, "full", **shape)
+    S, d, L, V, ff = 7, 24, 3, 50, 96
+    expected = d * (V + S) + L * (4 * S * d**2 + S**2 * d) + 2 * L * S * d * ff + L * S * d
+    assert multiplications(full.model, full.trainer.run, S) == expected
+
+
+def test_the_papers_settings_contradict_its_claim(tiny: Any):
+    """At d = 768, r = 8, t = 10, q = 0.5: (2 / t) q d = 76.8 against 8 r = 64, so alignment sends more than LoRA."""
+    shape = {"hidden_size": 768, "num_hidden_layers": 1, "num_attention_heads": 12, "intermediate_size": 3072}
+    proxy, options = resident(tiny, "proxy_sub_fm:ratio=0.75,retained=[],r=8,realign_every=10,share=0.5", **shape)
+    rows = [[{"input_ids": [1] * 16}] * 20]
+    cost = predict(proxy, rows, options)
+    biases, head = 0.5 * 768 / 10, 768 * 2 + 2
+    assert cost.alignment_bytes == pytest.approx(4 * (76.8 * 768 + biases))
+    assert cost.adapter_bytes == 4 * (64 * 768 + head)
+    assert "1.16 x the adapter's bytes" in cost.verdict() and 'has it "usually smaller"' in cost.verdict()
+    rare, options = resident(tiny, "proxy_sub_fm:ratio=0.75,retained=[],r=8,realign_every=40,share=0.5", **shape)
+    assert "usually" not in predict(rare, rows, options).verdict()
+    full, options = resident(tiny, "full", **shape)
+    ratio = cost.multiplications / predict(full, rows, options).multiplications
+    assert ratio == pytest.approx(0.5, abs=0.02)  # 6 d^2 instead of 12 d^2, and LoRA's own
+
+
+def test_predicted_is_measured(tiny: Any, run_federation, tmp_path: Path):
+    """Bytes of a real federation, kind by kind, are those predicted."""
+    strategy = "proxy_sub_fm:r=2,ratio=0.5,retained=[0],realign_every=2,realign_steps=3"
+    keys = {"strategy": strategy, "server_fraction": 0.2, "num_clients": 2, "client_fraction": 1.0, "num_rounds": 4}
+    result = run_federation(tmp_path / "run", **keys)
+    predicted, measured = result["cost"]["predicted"], result["cost"]["measured"]
+    assert measured["adapter_bytes"] == predicted["adapter_bytes"]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "rounds.jsonl").read_text(encoding="utf-8").splitlines()]
+    sent = [row["bytes"]["down_stand_in"] for row in rows]
+    assert sent[0] == 2 * predicted["stand_in_bytes_once"] and sent[1] == sent[3] == 0
+    which = 3 * 8 * 4  # three tensors, eight of sixteen neurons in each
+    assert sent[2] == 2 * (2 * predicted["alignment_bytes"] + which)
+    statistics = (16 + 1) * 8  # counts of one layer's neurons, and tokens
+    assert measured["statistics_bytes"] == statistics / 4
+    assert measured["seconds"] > 0
+    assert predicted["multiplications"] > 0
