@@ -6,9 +6,10 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from safetensors import SafetensorError
-from transformers import AutoImageProcessor, AutoTokenizer
+from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
 
 from ..registry.context import Task, TaskKind
 from ..registry.errors import RecipeError, did_you_mean
@@ -59,6 +60,21 @@ def load_model(reference: str, task: Task, revision: str | None = None, dtype: s
     if not task.kind.is_language_modelling:
         kwargs |= label_config(task)
     return _from_pretrained(_AUTO[task.kind], reference, **kwargs)
+
+
+def empty_model(reference: str, task: Task, revision: str | None = None, dtype: str = "float32") -> Any:
+    """Make a model of an architecture, with the head of ``task`` and random weights; of ``reference``, only its config is read.
+
+    Raises:
+        RecipeError: no such model, or no such head for it.
+    """
+    if task.kind not in _AUTO or dtype not in _DTYPES:
+        return load_model(reference, task, revision, dtype)  # which says what is wrong
+    labels = {} if task.kind.is_language_modelling else label_config(task)
+    config = _from_pretrained(AutoConfig, reference, revision=revision or "main", **labels)
+    precision = {} if dtype == "auto" else {"dtype": getattr(torch, dtype)}
+    head: Any = _AUTO[task.kind]
+    return head.from_config(config, **precision)
 
 
 def label_config(task: Task) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import typer
 
 from ...registry.hookspecs import hookimpl
 
+_PARTS = ("provision", "server", "site", "submit")
 _FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
@@ -20,13 +21,20 @@ def tunery_commands(app: typer.Typer) -> None:
 
 def federate(
     context: typer.Context,
-    recipe: Annotated[Path | None, typer.Argument(help="A YAML file with the same keys as the flags.")] = None,
+    recipe: Annotated[
+        Path | None,
+        typer.Argument(help="A YAML file with the same keys as the flags; or provision, server, site, submit."),
+    ] = None,
     keys: Annotated[bool, typer.Option("--keys", help="List every key a recipe may hold, and exit.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what a round costs a client, and do not train.")
     ] = False,
 ) -> None:
-    """Fine-tune in federated rounds: tunery federate recipe.yaml --num_clients 20. Flags are the keys of a recipe, and win."""
+    """Fine-tune in federated rounds: tunery federate recipe.yaml --num_clients 20. Flags are the keys of a recipe, and win.
+
+    All clients are in this process. Real ones, over NVFLARE: tunery federate provision project.yaml --output_dir kits, then
+    tunery federate server KIT RECIPE, tunery federate site KIT RECIPE on each site, and tunery federate submit KIT --sites NUMBER.
+    """
     from ..console import calm
     from .arguments import federated_help, read_federated_options
 
@@ -34,6 +42,10 @@ def federate(
         print(federated_help())
         return
     flags = list(context.args)
+    if str(recipe) in _PARTS:
+        calm()
+        _part(str(recipe), flags)
+        return
     if recipe is not None and str(recipe).startswith("--"):
         flags, recipe = [str(recipe), *flags], None
     calm()
@@ -46,3 +58,29 @@ def federate(
         show_cost(assemble(options).cost(options))
         return
     show_federation(run_federation(options), options.output_dir)
+
+
+def _part(action: str, given: list[str]) -> None:
+    """Do one party's part in a federation over NVFLARE."""
+    from ...registry.errors import RecipeError
+    from .flare.launch import run_server, run_site, submit
+    from .flare.provision import provision, read_project
+
+    usage = {
+        "provision": "provision PROJECT --output_dir FOLDER",
+        "server": "server KIT RECIPE",
+        "site": "site KIT RECIPE",
+        "submit": "submit KIT --sites NUMBER",
+    }
+    match action, given:
+        case "provision", [project, "--output_dir", folder] | ["--output_dir", folder, project]:
+            for kit in provision(read_project(Path(project)), Path(folder)):
+                print(kit)
+        case "server", [kit, recipe]:
+            run_server(Path(kit), Path(recipe))
+        case "site", [kit, recipe]:
+            run_site(Path(kit), Path(recipe))
+        case "submit", [kit, "--sites", sites] if sites.isdecimal():
+            print(f"job {submit(Path(kit), int(sites))} is done")
+        case _:
+            raise RecipeError(f"cannot read {' '.join([action, *given])!r}", remedy=f"tunery federate {usage[action]}")

@@ -14,7 +14,6 @@ the paper's t = 10, q = 0.5, d = 768, r = 8 the second is 1.2 times the first, n
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +34,7 @@ class Cost:
     """What one client's round costs, on average over rounds.
 
     Attributes:
-        multiplications: of its training.
+        multiplications: of its training; 0 where clients have rows of their own, or the architecture is not known.
         adapter_bytes: of the adapter, sent one way.
         stand_in_bytes: of the stand-in, sent to a client once.
         alignment_bytes: of what alignments change of it, spread over rounds.
@@ -76,7 +75,7 @@ class Cost:
                 "stand_in_bytes": totals["down_stand_in"] / asked,
                 "statistics_bytes": totals["up_statistics"] / asked,
                 "seconds": seconds / asked,
-                "multiplications_per_second": self.multiplications * asked / seconds if seconds else math.nan,
+                "multiplications_per_second": self.multiplications * asked / seconds if seconds else 0.0,
             },
         }
 
@@ -110,12 +109,12 @@ def predict(resident: Resident, client_rows: Sequence[Any], options: FederatedOp
 
 
 def multiplications(model: Any, run: RunContext, length: float) -> float:
-    """Return those of one pass over a row of ``length`` tokens, as the paper counts them; ``nan`` for unknown architectures."""
+    """Return those of one pass over a row of ``length`` tokens, as the paper counts them; 0 for unknown architectures."""
     base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     try:
         layers = run.anatomy(base).layers
     except AnatomyError:
-        return math.nan
+        return 0.0
     modules = dict(base.named_modules())
     width, words = int(base.config.hidden_size), int(getattr(base.config, "vocab_size", 0))
     weights = sum(

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ...registry.errors import RecipeError
+from .arguments import FederatedArguments
+
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -45,6 +48,21 @@ class Protection:
         if self.statistics_clip_norm is None:
             return dict(told)
         return _clipped(told, self.statistics_clip_norm, self.noise_multiplier, generator)
+
+
+def protection_of(federated: FederatedArguments, tells_statistics: bool) -> Protection:
+    """Return what the arguments ask for.
+
+    Raises:
+        RecipeError: noise, and statistics without a clip norm for it to count in.
+    """
+    if tells_statistics and federated.noise_multiplier and federated.statistics_clip_norm is None:
+        raise RecipeError("noise on statistics counts in clip norms", remedy="give statistics_clip_norm")
+    return Protection(
+        clip_norm=federated.clip_norm,
+        statistics_clip_norm=federated.statistics_clip_norm,
+        noise_multiplier=federated.noise_multiplier,
+    )
 
 
 def _clipped(values: Tensors, norm: float, multiplier: float, generator: torch.Generator) -> dict[str, torch.Tensor]:

@@ -64,6 +64,11 @@ class Resident:
         return self.trainer._equipped
 
     @property
+    def aligns(self) -> bool:
+        """Whether a stand-in is aligned during tuning, on statistics that clients tell."""
+        return self.proxy is not None and self.proxy.realign_every > 0
+
+    @property
     def fingerprint(self) -> str:
         """What tells base models apart."""
         return str(self.trainer._base["fingerprint"])

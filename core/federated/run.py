@@ -31,7 +31,7 @@ from .cost import Cost, predict
 from .engine import Engine, InProcess
 from .partition import Indices, label_counts, partition, plot_partition
 from .pictures import CURVE, plot_rounds
-from .protection import Protection
+from .protection import protection_of
 from .resident import Resident
 from .rounds import Rounds
 from .server import Server
@@ -72,12 +72,13 @@ class Federation:
 Connect = Callable[[Federation, FederatedOptions], Engine]
 
 
-def federate(options: FederatedOptions, connect: Connect | None = None) -> dict[str, Any]:
+def federate(options: FederatedOptions, connect: Connect | None = None, *, simulated: bool = True) -> dict[str, Any]:
     """Run a federation, evaluate and save it; return what ``result.json`` holds.
 
     Args:
         options: its arguments.
         connect: makes the engine; default: clients one after another in this process.
+        simulated: whether the training rows are dealt out to clients; otherwise clients have rows of their own.
 
     Raises:
         TuneryError: anything a user can mend. What finished rounds came to is kept, and can be resumed.
@@ -88,7 +89,7 @@ def federate(options: FederatedOptions, connect: Connect | None = None) -> dict[
     earlier = []
     if not args.resume_from_checkpoint:
         earlier = refuse_mixing(output_dir, _EARLIER, options.run.run.overwrite_output_dir)
-    federation = assemble(options)
+    federation = assemble(options, simulated=simulated)
     resident = federation.resident
     server = Server(resident, federation.full, federation.validation, federation.server_rows, secrets.token_hex(8))
     remove(earlier)
@@ -119,8 +120,12 @@ def federate(options: FederatedOptions, connect: Connect | None = None) -> dict[
     return _finish(federation, server, options, rows, progress, predicted)
 
 
-def assemble(options: FederatedOptions) -> Federation:
+def assemble(options: FederatedOptions, *, simulated: bool = True) -> Federation:
     """Load data and model, deal the rows out, prepare the model.
+
+    Args:
+        options: the federation's.
+        simulated: see :func:`federate`.
 
     Raises:
         TuneryError: anything that cannot be loaded or does not go together.
@@ -134,23 +139,22 @@ def assemble(options: FederatedOptions) -> Federation:
     encoded = encode(data, processor)
     labels = data.splits["train"]["labels"][:] if data.task.label_names else None
     keep, own = _server_share(len(encoded.train), federated, seed)
-    parts = partition(
-        len(keep),
-        None if labels is None else [labels[index] for index in keep],
-        num_clients=federated.num_clients,
-        how=federated.partition,
-        alpha=federated.alpha,
-        seed=seed,
-    )
-    parts = [keep[part] for part in parts]
+    parts: list[Indices] = []
+    if simulated:
+        dealt = partition(
+            len(keep),
+            None if labels is None else [labels[index] for index in keep],
+            num_clients=federated.num_clients,
+            how=federated.partition,
+            alpha=federated.alpha,
+            seed=seed,
+        )
+        parts = [keep[part] for part in dealt]
     server_rows = _select(encoded.train, own) if len(own) else _server_data(federated, data, processor, seed)
     model = load_model(run.model_name_or_path, data.task, run.model_revision, run.dtype)
     is_proxy = isinstance(choose(args.strategy).strategy, ProxyStrategy)
     full = copy.deepcopy(model) if is_proxy else None
     resident = Resident(model, data.task, processor, encoded.data_collator, options.run)
-    aligns = resident.proxy is not None and resident.proxy.realign_every > 0
-    if aligns and federated.noise_multiplier and federated.statistics_clip_norm is None:
-        raise RecipeError("noise on statistics counts in clip norms", remedy="give statistics_clip_norm")
     return Federation(
         resident=resident,
         data=data,
@@ -165,22 +169,13 @@ def assemble(options: FederatedOptions) -> Federation:
 def in_process(federation: Federation, options: FederatedOptions) -> Engine:
     """Return the engine whose clients are all in this process."""
     federated, seed = options.federated, options.run.training.seed
-    protection = protection_of(federated)
+    protection = protection_of(federated, federation.resident.aligns)
     width = len(str(federated.num_clients - 1))
     workers = {}
     for number, rows in enumerate(federation.client_rows):
         name = f"client-{number:0{width}d}"
         workers[name] = ClientWorker(name, federation.resident, rows, protection, _derived(seed, _NOISE, number))
     return InProcess(workers)
-
-
-def protection_of(federated: FederatedArguments) -> Protection:
-    """Return what clients do to their numbers."""
-    return Protection(
-        clip_norm=federated.clip_norm,
-        statistics_clip_norm=federated.statistics_clip_norm,
-        noise_multiplier=federated.noise_multiplier,
-    )
 
 
 def _derived(seed: int, *stream: int) -> int:
@@ -231,7 +226,7 @@ def _server_data(federated: FederatedArguments, data: TaskData, processor: Any, 
 
 def _picture(federation: Federation, options: FederatedOptions) -> None:
     task, federated = federation.data.task, options.federated
-    if not task.label_names:
+    if not task.label_names or not federation.parts:
         return
     labels = federation.data.splits["train"]["labels"][:]
     counts = label_counts(federation.parts, labels, task.num_labels)
@@ -263,7 +258,7 @@ def _finish(
         "main_metrics": [task.metrics[0]],
         "train_loss": rows[-1]["loss"],
         "rounds": len(rows),
-        "clients": options.federated.num_clients,
+        "clients": options.federated.num_clients if federation.parts else len({n for r in rows for n in r["clients"]}),
         "examples": {name: len(split) for name, split in federation.data.splits.items()},
         "parameters": parameter_counts(resident.model) | {"stored": stored_parameters(output_dir)},
         "bytes": dict(traffic),

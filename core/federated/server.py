@@ -20,7 +20,7 @@ from .payload import Payload, grouped
 from .resident import Resident
 from .rows import NoRows
 from .stand_in import Changes, everything, find_changes, merge, pack
-from .worker import ADAPTER
+from .worker import ADAPTER, label_line
 
 _TIMING = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time")
 
@@ -46,6 +46,7 @@ class Server:
         self._rows = rows
         self._has: dict[str, str] = {}
         self._evaluator: transformers.Trainer | None = None
+        self._labels = label_line(resident)
 
     @property
     def version(self) -> str:
@@ -85,7 +86,7 @@ class Server:
             missing = merge(self.changes[int(number) :]) if known else everything(self.resident.frozen())
             has = has if known else ""
         arrays = {**grouped(ADAPTER, self.adapter), **pack(self.resident.frozen() if missing else {}, missing)}
-        return Payload(arrays, {**scalars, "version": self.version, "from_version": has})
+        return Payload(arrays, {**scalars, "version": self.version, "from_version": has, "labels": self._labels})
 
     def heard(self, node: str, accepted: bool) -> None:
         """Remember what a node has now; of one whose answer did not count, nothing is known."""

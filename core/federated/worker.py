@@ -61,6 +61,9 @@ class ClientWorker:
 
     def _train(self, request: Payload) -> Payload:
         resident, asked = self._resident, request.scalars
+        labels = label_line(resident)
+        if asked["labels"] != labels:
+            raise FederationError(f"client {self.name} has labels {labels!r}, the server {asked['labels']!r}")
         if asked["from_version"] not in ("", self.version):
             raise FederationError(
                 f"client {self.name} has version {self.version!r} and was sent what {asked['from_version']!r} lacks"
@@ -81,6 +84,11 @@ class ClientWorker:
             {**grouped(ADAPTER, adapter), **grouped(STATISTICS, statistics)},
             {"rows": len(self._rows), "loss": loss, "seconds": seconds, "version": self.version},
         )
+
+
+def label_line(resident: Resident) -> str:
+    """Return the names of the labels in their order, which server and clients must agree on."""
+    return ", ".join(resident.trainer.run.task.label_names)
 
 
 def _check_fits(received: dict[str, torch.Tensor], mine: dict[str, torch.Tensor]) -> None:

@@ -1,0 +1,45 @@
+"""A client in a process of its own: made of its recipe and its rows, and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from transformers import set_seed
+
+from ...registry.proxy import ProxyStrategy
+from ..data import encode, load_tasks
+from ..models import empty_model, load_model, load_processor
+from ..recipe import choose
+from .arguments import FederatedOptions
+from .protection import protection_of
+from .resident import Resident
+from .worker import ClientWorker
+
+
+def site_worker(name: str, options: FederatedOptions) -> ClientWorker:
+    """Return the worker of a site.
+
+    With a ``ProxyStrategy`` only the model's config and tokenizer are read here, and the stand-in comes from the server; with
+    any other strategy the site has the model itself.
+
+    Args:
+        name: the site's.
+        options: its own.
+
+    Raises:
+        TuneryError: anything that cannot be loaded or does not go together.
+    """
+    args, run = options.run.training, options.run.run
+    data_arguments = options.run.data
+    if data_arguments.train_file and not data_arguments.validation_file:
+        # Nothing is evaluated here: no row is held out for it.
+        data_arguments = dataclasses.replace(data_arguments, validation_file=data_arguments.train_file)
+    (data,) = load_tasks(data_arguments, seed=args.seed if args.data_seed is None else args.data_seed)
+    processor = load_processor(run.model_name_or_path, data.task, run.model_revision)
+    encoded = encode(data, processor)
+    strategy = choose(args.strategy, args.regularizers).strategy
+    set_seed(args.seed)
+    make = empty_model if isinstance(strategy, ProxyStrategy) else load_model
+    model = make(run.model_name_or_path, data.task, run.model_revision, run.dtype)
+    resident = Resident(model, data.task, processor, encoded.data_collator, options.run)
+    return ClientWorker(name, resident, encoded.train, protection_of(options.federated, resident.aligns))

@@ -1,0 +1,162 @@
+"""Federations over NVFLARE: kits and their policies, and one of real processes on this machine, over mutual TLS."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tunery.core.federated.arguments import read_federated_options
+from tunery.core.federated.engine import InProcess
+from tunery.core.federated.flare.provision import CONTROLLER, EXECUTOR, Project, provision, read_project
+from tunery.core.federated.run import federate
+from tunery.core.federated.site import site_worker
+from tunery.registry.errors import RecipeError
+
+SITES = ("site-1", "site-2")
+
+
+def test_projects_that_cannot_be_read(tmp_path: Path, cli: Any):
+    """A missing file, a wrong key or value, and a wrong command line are one line each."""
+    project = tmp_path / "project.yaml"
+    for text, words in (
+        ("name: x\nhost: h\nsites: []\nadmin: a@b", "sites"),
+        ("name: x\nhost: h\nsites: [a]\nadmin: nobody", "admin"),
+        ("name: x\nhost: h\nsites: [a]\nadmin: a@b\nport: 0", "port"),
+        ("name: x\nhost: h\nsites: [a]\nadmin: a@b\nprot: 1", "prot"),
+        ("name: x\nhost: h\nsites: [../a]\nadmin: a@b", "sites"),
+        ("a: [", "not YAML"),
+    ):
+        project.write_text(text, encoding="utf-8")
+        with pytest.raises(RecipeError, match=words) as caught:
+            read_project(project)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(RecipeError, match="cannot read"):
+        read_project(tmp_path / "nowhere.yaml")
+    wrong = cli("federate", "server", tmp_path)
+    assert wrong.code == 2 and "tunery federate server KIT RECIPE" in wrong.err
+    assert cli("federate", "submit", tmp_path).err.count("\n") == 1
+
+
+@pytest.fixture(scope="module")
+def kits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("nvflare", reason="needs tunery[federated]")
+    folder = tmp_path_factory.mktemp("project") / "kits"
+    made = provision(Project(name="test", host="localhost", port=18102, sites=list(SITES), admin="a@b.org"), folder)
+    assert {kit.name for kit in made} == {"server", "admin", *SITES}
+    return folder
+
+
+def test_kits_are_tight(kits: Path):
+    """A party has its own key and nobody else's; a site runs one class, no foreign code and no shell commands."""
+    keys = [path.read_bytes() for path in kits.rglob("*.key")]
+    assert len(keys) == len(set(keys)) == 4
+    assert not list(kits.rglob("*cert.json"))  # the root key is gone
+    for name, allowed in (("server", CONTROLLER), *((site, EXECUTOR) for site in SITES)):
+        resources = json.loads((kits / name / "local" / "resources.json").read_text(encoding="utf-8"))
+        assert resources["class_allow_list"] == [allowed]
+        assert resources["class_list_enforcement_mode"] == "enforce"
+        policy = json.loads((kits / name / "local" / "authorization.json").read_text(encoding="utf-8"))["permissions"]
+        assert policy.keys() == {"project_admin"}
+        assert policy["project_admin"]["byoc"] == policy["project_admin"]["shell_commands"] == "none"
+    server = json.loads((kits / "server" / "local" / "resources.json").read_text(encoding="utf-8"))
+    assert server["servers"][0]["heart_beat_timeout"] == 120
+
+
+@pytest.fixture
+def parties(tiny: Any, tmp_path: Path) -> dict[str, Path]:
+    """Rows and a recipe for each site and the server; the sites have no row in common."""
+    rows = tiny.rows.read_text(encoding="utf-8").splitlines()
+    shares = {"site-1": rows[:16], "site-2": rows[16:36], "server": rows[36:]}
+    keys = tiny.given(
+        strategy="proxy_sub_fm:r=2,ratio=0.5,retained=[0],distill_steps=3,realign_every=2,realign_steps=3",
+        max_steps=None,
+        save_strategy=None,
+        report_to=None,
+        client_fraction=1.0,
+        num_rounds=3,
+        round_timeout=200,
+    )
+    recipes = {}
+    for name, share in shares.items():
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(share) + "\n", encoding="utf-8")
+        own = {"train_file": str(tmp_path / f"{name}.jsonl"), "output_dir": str(tmp_path / name)}
+        if name == "server":
+            own |= {"validation_file": own["train_file"], "server_data": own["train_file"]}
+        recipes[name] = tmp_path / f"{name}.yaml"
+        recipes[name].write_text(json.dumps({**keys, **own}), encoding="utf-8")
+    longer = {**keys, **own, "num_rounds": 5, "round_timeout": 20, "output_dir": str(tmp_path / "longer")}
+    (tmp_path / "longer.yaml").write_text(json.dumps(longer), encoding="utf-8")
+    return recipes
+
+
+def in_this_process(parties: dict[str, Path], folder: Path) -> dict[str, Any]:
+    """Run the same parties with the engine that needs no other process."""
+    options = read_federated_options(parties["server"], ["--output_dir", str(folder)])
+    workers = {site: site_worker(site, read_federated_options(parties[site], [])) for site in SITES}
+    return federate(options, lambda *_: InProcess(workers), simulated=False)
+
+
+def test_sites_bring_their_own_rows(parties: dict[str, Path], tmp_path: Path):
+    """Without dealing rows out: the rounds count the sites' rows, all of them; other labels are refused."""
+    result = in_this_process(parties, tmp_path / "run")
+    rows = [json.loads(line) for line in (tmp_path / "run" / "rounds.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [row["rows"] for row in rows] == [36, 36, 36]
+    assert (result["clients"], result["rounds"]) == (2, 3)
+    keys = json.loads(parties["site-2"].read_text(encoding="utf-8"))
+    path = Path(keys["train_file"])
+    path.write_text(path.read_text(encoding="utf-8").replace('"no"', '"nope"'), encoding="utf-8")
+    in_this_process(parties, tmp_path / "other")
+    rows = [json.loads(line) for line in (tmp_path / "other" / "rounds.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert all(row["left_out"] == {"site-2": "failed with FederationError"} for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_real_server_and_sites(kits: Path, parties: dict[str, Path], tmp_path: Path):
+    """Three rounds with an alignment end with the in-process adapter; strangers, foreign code and a killed site do no harm."""
+    shutil.copytree(kits, tmp_path / "kits")
+    alone = ["unshare", "-rnp", "--fork", "--kill-child", "--mount-proc"]
+    if shutil.which("unshare") is None or subprocess.run([*alone, "true"], check=False, capture_output=True).returncode:
+        alone = []  # this machine allows no network of its own
+        with socket.socket() as taken:
+            assert taken.connect_ex(("127.0.0.1", 18102)) != 0
+    driver = Path(__file__).with_name("flare_driver.py")
+    ran = subprocess.run(
+        [*alone, sys.executable, str(driver), str(tmp_path), "18102"],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        timeout=1000,
+    )
+    logs = "".join(path.read_text(encoding="utf-8")[-3000:] for path in (tmp_path / "kits").glob("*.log"))
+    assert ran.returncode == 0, ran.stderr[-3000:] + logs
+    said = json.loads(ran.stdout.splitlines()[-1])
+    assert (said["without certificate"], said["with certificate"]) == ("closed", "open")
+    assert said["rounds"] == "completed", logs
+    assert said["brings code"] != "completed" and said["names another class"] != "completed"
+    assert "foreign code ran" not in logs
+
+    in_this_process(parties, tmp_path / "here")
+    for name in ("adapter_model", "strategy"):
+        there, here = (load_file(tmp_path / run / f"{name}.safetensors") for run in ("server", "here"))
+        assert there.keys() == here.keys()
+        for key, value in here.items():
+            torch.testing.assert_close(there[key], value, rtol=0, atol=1e-6)
+
+    rows = [json.loads(line) for line in (tmp_path / "longer" / "rounds.jsonl").read_text().splitlines()]
+    assert len(rows) == 5
+    assert rows[0]["clients"] == list(SITES)
+    lost = [row for row in rows if "site-2" in row["left_out"]]
+    assert lost and all(row["clients"] == ["site-1"] for row in rows[rows.index(lost[0]) :])
