@@ -26,7 +26,7 @@ from .worker import ADAPTER, DESCRIBE, STATISTICS, TRAIN
 _LOGGER = logging.getLogger("tunery")
 _SAMPLING, _TRAINING, _ALIGNING = 2, 3, 4  # streams of the seed; partition uses the first
 _EMPTY = Payload()
-_REST = 2  # rounds for which a client that failed is not asked again, where there are others
+_REST = 2  # rounds for which a client that failed is not asked again, where there are enough others
 
 
 @dataclass
@@ -148,12 +148,13 @@ class Rounds:
         return {**row, "seconds": time.monotonic() - started}
 
     def _draw(self, nodes: Sequence[str], resting: set[str], failed: Any, number: int, attempt: int) -> list[str]:
-        """Draw a round's clients; those that failed a moment ago, and those that rest, only where others are too few."""
+        """Draw a round's clients: none that rests or failed a moment ago, but where without them too few are left."""
         random = np.random.default_rng([self._seed, _SAMPLING, number, attempt])
         count = max(1, round(self.options.client_fraction * len(nodes)))
         order = [nodes[index] for index in random.permutation(len(nodes))]
         order.sort(key=lambda node: (node in failed, node in resting))
-        return sorted(order[:count])
+        fresh = sum(node not in failed and node not in resting for node in order)
+        return sorted(order[: min(count, fresh) if fresh >= self.options.min_clients else count])
 
     def _draw_seed(self, stream: int, *numbers: int) -> int:
         return int(np.random.SeedSequence([self._seed, stream, *numbers]).generate_state(1)[0])

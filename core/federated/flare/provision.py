@@ -142,6 +142,9 @@ def tighten(kit: Path, allowed: list[str]) -> None:
     resources |= {"class_allow_list": allowed, "class_list_enforcement_mode": "enforce", "allow_log_streaming": False}
     if "components" in resources:  # error logs quote rows; they stay where they are
         resources["components"] = [item for item in resources["components"] if item["id"] != "site_log_streamer"]
+    for item in resources.get("components", ()):
+        if item["id"] == "job_scheduler":
+            item["args"]["max_jobs"] = 1  # two would write to one folder
     for server in resources.get("servers", ()):
         server["heart_beat_timeout"] = _HEART_BEAT_TIMEOUT
     write_json(local / "resources.json", resources)

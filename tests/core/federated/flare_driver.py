@@ -108,6 +108,9 @@ def main(folder: Path, port: int) -> None:
     kits = folder / "kits"
     sites = ("site-1", "site-2")
     said: dict[str, Any] = {}
+    # The sites have to refuse what they do not want, also where the server's operator would allow it.
+    policy = {"format_version": "1.0", "permissions": {"project_admin": "any"}}
+    (kits / "server" / "local" / "authorization.json").write_text(json.dumps(policy), encoding="utf-8")
     start("server", kits / "server", folder / "server.yaml")
     wait_for(lambda: listening(port))
     said["without certificate"] = answer_without(port, None)
@@ -115,6 +118,14 @@ def main(folder: Path, port: int) -> None:
     for site in sites:
         start("site", kits / site, folder / f"{site}.yaml")
     jobs = folder / "jobs"
+    user = json.loads((kits / "admin" / "startup" / "fed_admin.json").read_text(encoding="utf-8"))["admin"]["username"]
+    launch.submit_job(kits / "admin", user, launch.write_job(jobs, "first", sites=2), wait=False)
+    wait_for(lambda: rounds_done(folder / "server") >= 1)
+    kill(kits / "server")
+    said["done when killed"] = rounds_done(folder / "server")
+    wait_for(lambda: not listening(port))
+    start("server", kits / "server", folder / "server.yaml")
+    wait_for(lambda: listening(port))
     said["rounds"] = submit(kits / "admin", launch.write_job(jobs, "rounds", sites=2))
     said["brings code"] = submit(kits / "admin", foreign(jobs, "evil.Evil", with_code=True))
     said["names another class"] = submit(
@@ -122,7 +133,6 @@ def main(folder: Path, port: int) -> None:
     )
 
     shutil.copy(folder / "longer.yaml", kits / "server" / "local" / "tunery.yaml")
-    user = json.loads((kits / "admin" / "startup" / "fed_admin.json").read_text(encoding="utf-8"))["admin"]["username"]
     launch.submit_job(kits / "admin", user, launch.write_job(jobs, "longer", sites=2), wait=False)
     wait_for(lambda: rounds_done(folder / "longer") >= 1)
     kill(kits / "site-2")

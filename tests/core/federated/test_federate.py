@@ -241,7 +241,7 @@ def test_command_line(cli, given, tmp_path: Path):
     assert told.code == 0 and "multiplications per client and round" in told.out
     assert list((tmp_path / "run").iterdir()) == []
     wrong = cli("federate", recipe, "--num_clents", "4")
-    assert wrong.code == 2 and "did you mean num_clients?" in wrong.err
+    assert wrong.code == 2 and "did you mean 'num_clients'?" in wrong.err
     assert "--client_fraction" in cli("federate", "--keys").out
     done = cli("federate", recipe, "--num_clients", "4", "--num_rounds", "1")
     assert done.code == 0, done.err
