@@ -87,14 +87,18 @@ def submit(kit: Path, job: Path) -> str:
 
 
 def foreign(folder: Path, executor: str, with_code: bool) -> Path:
-    """Write a job that names another class, and perhaps brings it along."""
+    """Write a job whose part for the sites names another class, and perhaps brings it along; the server's part is ours."""
     name = "brings_code" if with_code else "names_another_class"
     job = launch.write_job(folder, name, sites=2)
-    path = job / "app" / "config" / "config_fed_client.json"
+    shutil.copytree(job / "app", job / "sites")
+    meta = json.loads((job / "meta.json").read_text(encoding="utf-8"))
+    meta["deploy_map"] = {"app": ["server"], "sites": ["site-1", "site-2"]}
+    (job / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+    path = job / "sites" / "config" / "config_fed_client.json"
     path.write_text(path.read_text(encoding="utf-8").replace(launch.EXECUTOR, executor), encoding="utf-8")
     if with_code:
-        (job / "app" / "custom").mkdir()
-        (job / "app" / "custom" / "evil.py").write_text(EVIL, encoding="utf-8")
+        (job / "sites" / "custom").mkdir()
+        (job / "sites" / "custom" / "evil.py").write_text(EVIL, encoding="utf-8")
     return job
 
 

@@ -151,7 +151,8 @@ def test_real_server_and_sites(kits: Path, parties: dict[str, Path], tmp_path: P
     assert said["brings code"] != "completed" and said["names another class"] != "completed"
     sites = "".join((tmp_path / "kits" / f"{site}.log").read_text(encoding="utf-8") for site in SITES)
     assert "NPTrainer' at config path" in sites and "is not in allow_list" in sites
-    assert "BYOC not permitted" in logs and "foreign code ran" not in logs + sites
+    assert "site-1: NVFLARE_ERROR: BYOC not permitted" in logs, (said, logs[-9000:])
+    assert "foreign code ran" not in logs + sites
 
     in_this_process(parties, tmp_path / "here")
     for name in ("adapter_model", "strategy"):
