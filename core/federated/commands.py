@@ -13,7 +13,7 @@ _PARTS = ("provision", "server", "site", "submit")
 _FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
-@hookimpl
+@hookimpl(trylast=True)  # after the commands of every run
 def tunery_commands(app: typer.Typer) -> None:
     """Add ``tunery federate``."""
     app.command(context_settings=_FLAGS)(federate)

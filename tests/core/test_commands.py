@@ -422,7 +422,7 @@ def test_help_names_every_command(cli: Cli):
     code, out, _ = cli("--help")
     assert code == 0
     listed = re.findall(r"^│ (\w+)", out, flags=re.MULTILINE)
-    assert listed == ["train", "export", "probe", "env", "tasks", "plugins"]
+    assert listed == ["train", "export", "probe", "env", "federate", "tasks", "plugins"]
 
 
 def test_plugins_list(cli: Cli):

@@ -73,7 +73,7 @@ class HalfWidth(ProxyStrategy):
         return {"tokens": float(statistics["tokens"])}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def half_width() -> Iterator[type[HalfWidth]]:
     """The stand-in, installed."""
     catalog = load_plugins().catalog

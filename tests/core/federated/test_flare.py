@@ -117,7 +117,8 @@ def test_sites_bring_their_own_rows(parties: dict[str, Path], tmp_path: Path):
     path.write_text(path.read_text(encoding="utf-8").replace('"no"', '"nope"'), encoding="utf-8")
     in_this_process(parties, tmp_path / "other")
     rows = [json.loads(line) for line in (tmp_path / "other" / "rounds.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert all(row["left_out"] == {"site-2": "failed with FederationError"} for row in rows)
+    assert rows[0]["left_out"] == {"site-2": "failed with FederationError"}
+    assert all(row["clients"] == ["site-1"] for row in rows)
 
 
 @pytest.mark.slow
