@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -27,6 +27,7 @@ class HalfWidth(ProxyStrategy):
     summary = "half of the neurons"
     reference = "none"
     identity_start = False
+    aligned_with: ClassVar[list[dict[str, tuple[torch.Tensor, torch.Tensor]]]] = []  # the adapter in stand-in and model
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -67,6 +68,9 @@ class HalfWidth(ProxyStrategy):
         return {"tokens": torch.tensor([sum(batch["attention_mask"].sum().item() for batch in batches)])}
 
     def realign(self, model, proxy, statistics, batches, run):
+        live = dict(model.named_parameters())
+        both = {name: (value, live[name]) for name, value in proxy.named_parameters() if value.requires_grad}
+        self.aligned_with.append({name: tuple(one.detach().clone() for one in pair) for name, pair in both.items()})
         with torch.no_grad():
             for layer in proxy.bert.encoder.layer:
                 layer.intermediate.dense.weight[[1, 3]] += 0.01 * statistics["tokens"].float()
@@ -76,6 +80,7 @@ class HalfWidth(ProxyStrategy):
 @pytest.fixture(scope="module")
 def half_width() -> Iterator[type[HalfWidth]]:
     """The stand-in, installed."""
+    HalfWidth.aligned_with.clear()
     catalog = load_plugins().catalog
     catalog.add(HalfWidth, Origin(distribution="tests", version="0", module=__name__, file=__file__))
     yield HalfWidth

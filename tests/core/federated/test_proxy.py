@@ -60,6 +60,15 @@ def test_aligned_before_and_during(watched: tuple[Path, Any, Watched]):
     assert all(row["aligned"]["tokens"] > row["rows"] for row in rows if "aligned" in row)
 
 
+def test_aligned_with_the_mean_adapter_in_both(half_width, watched: tuple[Path, Any, Watched]):
+    """Stand-in and model have the adapter that the next round begins with, not the last client's."""
+    _, _, engine = watched
+    for number in (0, 1):
+        _, following = engine.sent[6 * (number + 1)]  # three clients a round, aligned after every second
+        for name, value in following.group("adapter").items():
+            assert all(torch.equal(value, one) for one in half_width.aligned_with[number][name])
+
+
 def test_what_of_the_stand_in_travels(watched: tuple[Path, Any, Watched]):
     """All of it to a node that has nothing, changed rows to one that lacks these, nothing to one that is up to date."""
     _, _, engine = watched
