@@ -1,12 +1,9 @@
-"""What federated rounds cost beside the clients' training, and what a client saves by training a stand-in.
+"""What federated rounds cost beside the clients' training.
 
 * ``100 clients, time``: rounds of 100 clients one after another on one model, against the sum of the times those clients trained
   for: MiniLM with LoRA on ``python_docs``. Rounds that end with an evaluation do not count, since nobody trains in it.
 * ``100 clients, memory``: peak of such a federation against that of one ordinary LoRA run of as many steps, each in a process of
   its own.
-* ``client step``: one optimizer step on the sub-model of Federated Proxy Fine-Tuning, against one on the full model with the same
-  LoRA: BERT-base's shapes, random weights, 8 rows of 128 tokens. Counted in multiplications it is 0.58.
-* ``construction``: seconds to make that sub-model of the loaded model.
 
 Time is wall time on all of torch's threads: leave the machine alone meanwhile.
 """
@@ -16,30 +13,22 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-
 from ...core.console import calm
 from ...core.federated.arguments import build_federated_options
 from ...core.federated.run import federate
-from ...core.models import label_config
 from ...core.options import build_options
 from ...core.run import train
-from ...core.trainer import Trainer
 from . import workloads
-from .claims import Claim, Run, main, ratio_claim
+from .claims import Claim, Run, main
 from .paired import peak_memory
-from .stepping import stepping
 
-TIME_GOAL, MEMORY_GOAL, STEP_GOAL, CONSTRUCTION_GOAL = 1.05, 1.2, 0.65, 5.0
-SUB_MODEL, FULL = "proxy_sub_fm", "proxy_sub_fm:ratio=0"
-LENGTH, ROWS = 128, 8
+TIME_GOAL, MEMORY_GOAL = 1.05, 1.2
+LENGTH = 128
 
 
 def claims(run: Run) -> Iterator[Claim]:
@@ -48,8 +37,6 @@ def claims(run: Run) -> Iterator[Claim]:
     with tempfile.TemporaryDirectory() as folder:
         yield hundred_clients_time(run, Path(folder))
         yield hundred_clients_memory(Path(folder))
-        yield client_step(run, folder)
-        yield construction(folder)
 
 
 def _keys(output_dir: Path, rows: int) -> dict[str, Any]:
@@ -95,36 +82,6 @@ def hundred_clients_memory(folder: Path) -> Claim:
     one = peak_memory(partial(_one_run, folder / "one"))
     detail = f"100 clients {many}, one run {one}"
     return Claim(name="100 clients, memory", value=many.total / one.total, goal=MEMORY_GOAL, detail=detail)
-
-
-def _bert_base() -> torch.nn.Module:
-    transformers.set_seed(workloads.SEED)
-    config = transformers.BertConfig(vocab_size=1000, **label_config(workloads.TASK))
-    return transformers.BertForSequenceClassification(config)
-
-
-def _rows() -> list[dict[str, torch.Tensor]]:
-    ids = torch.randint(0, 1000, (4 * ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
-    return [{"input_ids": row, "labels": torch.tensor(0)} for row in ids]
-
-
-def client_step(run: Run, folder: str) -> Claim:
-    """Compare a client's step on the sub-model with one on the model."""
-    trainers = {
-        name: workloads.trainer(Trainer, _bert_base(), _rows(), folder, strategy=name, per_device_train_batch_size=ROWS)
-        for name in (SUB_MODEL, FULL)
-    }
-    with stepping(trainers) as variants:
-        times = run.interleave(variants, rounds=60, quick_rounds=6, warm_up=1)
-    return ratio_claim("client step", times.ratio(SUB_MODEL, FULL), STEP_GOAL, times)
-
-
-def construction(folder: str) -> Claim:
-    """Time what a strategy does to the loaded model before it trains; the trainer's own start counts too."""
-    model = _bert_base()
-    started = time.monotonic()
-    workloads.trainer(Trainer, model, _rows(), folder, strategy=SUB_MODEL)
-    return Claim(name="construction", value=time.monotonic() - started, goal=CONSTRUCTION_GOAL, unit="s")
 
 
 if __name__ == "__main__":
