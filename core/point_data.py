@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,10 +65,16 @@ class Source:
             if _names_source(self.keys):
                 raise
             return None  # a run's own may be gone; a probe that needs them says so
-        digest = hashlib.sha256(repr((data.task, data.max_length)).encode())
-        for batch in data.splits["validation"].with_format("arrow").iter(1000):
-            digest.update(repr(batch.to_pydict()).encode())
-        return Evaluated(data, digest.hexdigest())
+        return Evaluated(data, digest_of(data, ["validation"]))
+
+
+def digest_of(data: TaskData, splits: Iterable[str]) -> str:
+    """Return a hash of a task, the rows of some of its splits and their length in tokens."""
+    digest = hashlib.sha256(repr((data.task, data.max_length)).encode())
+    for name in splits:
+        for batch in data.splits[name].with_format("arrow").iter(1000):
+            digest.update(repr((name, batch.to_pydict())).encode())
+    return digest.hexdigest()
 
 
 def _names_source(keys: Mapping[str, Any]) -> bool:

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, set_seed
+from transformers import AutoConfig, PrinterCallback, set_seed
 
 from ..registry.context import Subject, Task
 from ..registry.errors import DataError, RecipeError, TuneryError
 from .arguments import TrainingArguments
 from .artifacts import versions, write_json
 from .data import TaskData, encode
-from .data.metrics import compute_metrics
+from .data.metrics import add_perplexity, compute_metrics
 from .finished import load_run
 from .models import load_class, load_model, load_processor, resolve
 from .point_data import Evaluated, Source
@@ -54,7 +54,7 @@ class Settings:
     """How points are measured.
 
     Attributes:
-        probe: the probe's selection.
+        probe: the probe's selection; empty where models are only evaluated.
         data: data keys that were given; none means what a run's result records of its own.
         output_dir: where each point's measurements are kept; ``None`` keeps nothing.
         seed: of the draws, the same for every point; and of the rows that are held out or sampled.
@@ -62,7 +62,7 @@ class Settings:
         dtype: precision plain models are loaded in.
     """
 
-    probe: str | Mapping[str, Any]
+    probe: str | Mapping[str, Any] = ""
     data: Mapping[str, Any] = field(default_factory=dict)
     output_dir: Path | None = None
     seed: int = 42
@@ -184,9 +184,36 @@ def _subject(point: Point, chosen: Chosen, data: TaskData | None, settings: Sett
         yield dataclasses.replace(trainer.subject(), run=run, reference=loaded.reference)
 
 
+def evaluate_point(point: Point, data: TaskData, settings: Settings, split: str = "validation") -> dict[str, float]:
+    """Evaluate a model on one split of ``data``; return its metrics by plain name, for language models ``perplexity`` too.
+
+    Raises:
+        TuneryError: the model cannot be loaded, or the data do not fit it.
+    """
+    set_seed(settings.seed)
+    if point.folder is not None and point.is_run():
+        loaded = load_run(point.folder)
+        _check_fits(data.task, loaded.run.tasks, point)
+        model, source = loaded.model, _processor_source(point.folder, loaded.manifest)
+    else:
+        model, source = _plain_model(point, data.task, settings), point.reference
+    with _trainer(model, data.task, data, source, point, settings, split) as trainer:
+        trainer.remove_callback(PrinterCallback)
+        metrics = trainer.evaluate()
+    found = add_perplexity(metrics) if data.task.kind.is_language_modelling else metrics
+    names = ("loss", "perplexity", *data.task.metrics)  # what a model writes is not scored here
+    return {name: float(found[f"eval_{name}"]) for name in names if f"eval_{name}" in found}
+
+
 @contextmanager
 def _trainer(
-    model: Any, task: Task | None, data: TaskData | None, source: str, point: Point, settings: Settings
+    model: Any,
+    task: Task | None,
+    data: TaskData | None,
+    source: str,
+    point: Point,
+    settings: Settings,
+    split: str = "validation",
 ) -> Iterator[Trainer]:
     """Yield a trainer that only evaluates; ``source`` is where the tokenizer or image processor is."""
     rows = None if data is None else encode(data, load_processor(source, data.task, point.revision))
@@ -195,14 +222,14 @@ def _trainer(
             model=model,
             args=TrainingArguments(
                 output_dir=folder,
-                probes=[settings.probe],  # type: ignore[list-item]
+                probes=[settings.probe] if settings.probe else None,  # type: ignore[list-item]
                 seed=settings.seed,
                 per_device_eval_batch_size=settings.batch_size,
                 report_to="none",
                 disable_tqdm=True,
             ),
             task=task,
-            eval_dataset=None if rows is None else rows.validation,
+            eval_dataset=None if rows is None else getattr(rows, split),
             data_collator=None if rows is None else rows.data_collator,
             compute_metrics=compute_metrics(data.task) if data else None,
         )
