@@ -111,9 +111,13 @@ def test_every_code_folder_is_a_package():
 
 
 def test_wheel_has_the_data_files(contents: set[str]):
-    """The bundled ZeRO presets and the typing marker are installed, and no other data file is."""
+    """The bundled ZeRO presets, the suites and the typing marker are installed, and no other data file is."""
     presets = {f"tunery/core/deepspeed/zero{stage}.json" for stage in (1, 2, 3)}
-    assert {n for n in contents if n.startswith("tunery/") and not n.endswith(".py")} == presets | {"tunery/py.typed"}
+    suites = {f"tunery/benchmarks/suites/{path.name}" for path in (ROOT / "benchmarks" / "suites").glob("*.yaml")}
+    assert len(suites) >= 2
+    assert {n for n in contents if n.startswith("tunery/") and not n.endswith(".py")} == presets | suites | {
+        "tunery/py.typed"
+    }
 
 
 def test_wheel_passes_check_wheel_contents(wheel: Path):
