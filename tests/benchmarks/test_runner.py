@@ -24,7 +24,6 @@ from tunery.benchmarks.results import read_results
 from tunery.benchmarks.runner import DONE, FAILED, Job, run_jobs
 from tunery.registry.loading import load_plugins
 
-
 _warm: list[Any] = []
 
 
