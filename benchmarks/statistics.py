@@ -21,6 +21,7 @@ ALPHA = 0.05
 POWER = 0.8
 FEWEST = 3  # values an interval or a test needs: with two, it would hang on one degree of freedom
 _RESAMPLES = 9999
+Values = Sequence[float] | np.ndarray
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Comparison:
     detectable: float | None
 
 
-def summarize(scores: Sequence[float], *, failed: int = 0, runs: int | None = None, higher: bool = True) -> Summary:
+def summarize(scores: Values, *, failed: int = 0, runs: int | None = None, higher: bool = True) -> Summary:
     """Summarize the scores of one method on one task.
 
     Args:
@@ -101,14 +102,14 @@ def summarize(scores: Sequence[float], *, failed: int = 0, runs: int | None = No
     )
 
 
-def standard_deviation(values: Sequence[float] | np.ndarray) -> float | None:
+def standard_deviation(values: Values) -> float | None:
     """Return the standard deviation of a sample, ddof = 1; exactly 0 of equal values, ``None`` of fewer than two."""
     if len(values) < 2:
         return None
     return 0.0 if _constant(values) else float(np.std(values, ddof=1))
 
 
-def t_interval(values: Sequence[float] | np.ndarray, level: float = LEVEL) -> Interval | None:
+def t_interval(values: Values, level: float = LEVEL) -> Interval | None:
     """Return Student's interval of the mean: mean +- t(1 - alpha/2, n - 1) sd / sqrt(n); ``None`` of fewer than three."""
     sd = standard_deviation(values)
     if sd is None or len(values) < FEWEST:
@@ -118,9 +119,7 @@ def t_interval(values: Sequence[float] | np.ndarray, level: float = LEVEL) -> In
     return Interval(mean - half, mean + half)
 
 
-def bootstrap_interval(
-    values: Sequence[float] | np.ndarray, level: float = LEVEL, resamples: int = _RESAMPLES
-) -> Interval | None:
+def bootstrap_interval(values: Values, level: float = LEVEL, resamples: int = _RESAMPLES) -> Interval | None:
     """Return the bias-corrected and accelerated bootstrap interval of the mean (Efron 1987), the same at every call.
 
     ``None`` of fewer than three values; of equal values, the value itself.
@@ -140,7 +139,7 @@ def bootstrap_interval(
     return Interval(float(found.low), float(found.high))
 
 
-def compare(ours: Sequence[float], theirs: Sequence[float], *, higher: bool = True) -> Comparison:
+def compare(ours: Values, theirs: Values, *, higher: bool = True) -> Comparison:
     """Compare two methods' scores, paired: the i-th of each come from one seed.
 
     Args:
@@ -163,7 +162,7 @@ def compare(ours: Sequence[float], theirs: Sequence[float], *, higher: bool = Tr
     )
 
 
-def worse_p(differences: Sequence[float]) -> float | None:
+def worse_p(differences: Values) -> float | None:
     """Return the one-sided p of the paired t test for "the mean difference is below 0".
 
     ``None`` where the values say nothing about noise: fewer than three, or all equal.
@@ -173,7 +172,7 @@ def worse_p(differences: Sequence[float]) -> float | None:
     return float(stats.ttest_1samp(differences, 0, alternative="less").pvalue)
 
 
-def wilcoxon_p(differences: Sequence[float] | np.ndarray) -> float:
+def wilcoxon_p(differences: Values) -> float:
     """Return the two-sided p of Wilcoxon's signed-rank test; 1 where every difference is 0."""
     kept = np.asarray(differences)[np.asarray(differences) != 0]
     if not len(kept):
@@ -183,7 +182,7 @@ def wilcoxon_p(differences: Sequence[float] | np.ndarray) -> float:
         return float(stats.wilcoxon(kept).pvalue)
 
 
-def variance_p(ours: Sequence[float], theirs: Sequence[float]) -> float | None:
+def variance_p(ours: Values, theirs: Values) -> float | None:
     """Return the two-sided p of Brown and Forsythe's test for equal spread; ``None`` where either has fewer than three."""
     if min(len(ours), len(theirs)) < FEWEST:
         return None
@@ -225,7 +224,7 @@ def detectable_difference(sd: float, count: int, power: float = POWER, alpha: fl
     return float(optimize.brentq(lacking, 0.0, 3 * critical + 3)) * sd / math.sqrt(count)
 
 
-def _constant(values: Sequence[float] | np.ndarray) -> bool:
+def _constant(values: Values) -> bool:
     """Whether all values are equal, up to the rounding of their own arithmetic."""
     spread = float(np.ptp(values))
     return spread <= 1e-12 * max(1.0, float(np.max(np.abs(values))))

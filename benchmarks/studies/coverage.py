@@ -16,7 +16,7 @@ import numpy as np
 from scipy import stats
 
 from ..statistics import ALPHA, LEVEL, POWER, bootstrap_interval, compare, detectable_difference, t_interval
-from .report import Finding, Run, main
+from .report import Cell, Finding, Run, main
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,7 +45,7 @@ def findings(run: Run) -> Iterator[Finding]:
 
 def _intervals(run: Run) -> Finding:
     samples = run.count(4000, 100)
-    rows = []
+    rows: list[tuple[Cell, ...]] = []
     for shape, (draw, mean) in SHAPES.items():
         for count in SEEDS:
             rng = np.random.default_rng(run.seed)
@@ -86,7 +86,7 @@ def _draw(axes: Axes, rows: Sequence[Sequence[object]], names: Sequence[str]) ->
 
 def _tests(run: Run) -> Finding:
     samples = run.count(4000, 100)
-    rows = []
+    rows: list[tuple[Cell, ...]] = []
     for count in SEEDS:
         rng = np.random.default_rng(run.seed)
         null = [compare(rng.normal(size=count), rng.normal(size=count)) for _ in range(samples)]
