@@ -9,7 +9,7 @@ from rich.text import Text
 
 from ..comparison import Standings, Versus
 from .layout import grid
-from .words import MINUS, NONE, number
+from .words import MINUS, NONE, number, span
 
 _LATEX = {
     "_": r"\_",
@@ -67,11 +67,34 @@ def against_rows(versus: Iterable[Versus], scale: Mapping[str, float]) -> list[t
     ]
     for one in versus:
         by, found = scale.get(one.task, 100), one.comparison
-        interval = found.interval
-        span = NONE if interval is None else f"{number(interval.low, by)} to {number(interval.high, by)}"
         tests = (_p(p) for p in (found.p, one.p, found.wilcoxon, one.variance_p))
         size = number(found.difference, by, sign=True)
-        rows.append((one.method, one.task, str(found.count), size, span, *tests, number(found.detectable, by)))
+        rows.append(
+            (
+                one.method,
+                one.task,
+                str(found.count),
+                size,
+                span(found.interval, by),
+                *tests,
+                number(found.detectable, by),
+            )
+        )
+    return rows
+
+
+def summary_rows(table: Standings) -> list[tuple[str, ...]]:
+    """Return a header and a row for each task and method, as text: what the score table has no room for."""
+    rows: list[tuple[str, ...]] = [
+        ("task", "method", "runs", "failed", "mean", "sd", "median", "worst", "95 % of the mean", "bootstrap (BCa)")
+    ]
+    for (task, method), one in table.summaries.items():
+        by = table.scale[task]
+        numbers = (number(value, by) for value in (one.mean, one.sd, one.median, one.worst))
+        runs = len(table.results.of(task, method))
+        rows.append(
+            (task, method, str(runs), f"{one.failed:.0%}", *numbers, span(one.interval, by), span(one.bootstrap, by))
+        )
     return rows
 
 

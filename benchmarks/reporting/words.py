@@ -19,12 +19,15 @@ class Conclusion:
     Attributes:
         method: the method.
         verdict: ``better``, ``worse`` or ``open``, against the baseline; ``none`` where nothing could be compared.
-        text: the sentence.
+        text: the sentences.
     """
 
     method: str
     verdict: str
     text: str
+
+    def __str__(self) -> str:
+        return f"{self.method}: {'no difference shown: ' if self.verdict == 'open' else ''}{self.text}"
 
 
 def number(value: float | None, scale: float = 100, digits: int | None = None, *, sign: bool = False) -> str:
@@ -94,6 +97,24 @@ def _conclusion(table: Standings, method: str) -> Conclusion:
     return Conclusion(method, verdict(one), " ".join(filter(None, [*said, spread(table, method)])))
 
 
+def headline(found: Sequence[Conclusion], baseline: str) -> str:
+    """Return the one sentence that says which methods were shown to differ from the baseline."""
+    groups = {kind: [one.method for one in found if one.verdict == kind] for kind in ("better", "worse", "open")}
+    parts = [
+        f"{listed(groups[kind])} {'is' if len(groups[kind]) == 1 else 'are'} {kind} than {baseline}"
+        for kind in ("better", "worse")
+        if groups[kind]
+    ]
+    if groups["open"]:
+        parts.append(f"no difference to {'it' if parts else baseline} is shown of {listed(groups['open'])}")
+    return f"{'; '.join(parts)}." if parts else "nothing could be compared."
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return ``a, b and c``."""
+    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+
+
 def difference(one: Versus, scale: float, other: str) -> str:
     """Return the sentence on a difference: its size, interval, p, and what as many seeds could have shown."""
     found = one.comparison
@@ -106,8 +127,7 @@ def difference(one: Versus, scale: float, other: str) -> str:
     if found.detectable is None:
         return f"{size}, the same with each of {seeds} ({probability(one.p)} after Holm)."
     able = f"{seeds} can show {number(found.detectable, scale)}{unit(scale, found.detectable)}"
-    start = size if verdict(one) != "open" else f"no difference shown: {size}"
-    return f"{start} ({facts}; {able})."
+    return f"{size} ({facts}; {able})."
 
 
 def spread(table: Standings, method: str) -> str:

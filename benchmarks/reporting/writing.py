@@ -11,6 +11,7 @@ from rich.console import Console
 from ...registry.errors import TuneryError
 from ..comparison import compare_runs, standings
 from ..results import Results
+from .page import page
 from .sheets import runs_csv, statistics_csv
 from .tables import against_markdown, against_table, console_table, latex, markdown
 from .words import READING, conclusions, overview
@@ -33,7 +34,7 @@ def write_report(
     """
     table = standings(results, baseline)
     versus = None if other is None else compare_runs(results, other)
-    said = [*overview(table), *(f"{one.method}: {one.text}" for one in conclusions(table))]
+    said = [*overview(table), *map(str, conclusions(table))]
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     for path, why in results.damaged.items():
         console.print(f"damaged: {why}; moved to {path}", soft_wrap=True, markup=False)
@@ -45,11 +46,12 @@ def write_report(
         title = f"against the same cells in {other.folder}"
         console.print(against_table(versus, table.scale, title))
         text += against_markdown(versus, table.scale, title)
+    sheets = {"statistics.csv": statistics_csv(table), "runs.csv": runs_csv(table)}
     files = {
+        "report.html": page(table, sheets, versus, "" if other is None else str(other.folder)),
         "report.md": text,
         "report.tex": latex(table, [READING]),
-        "statistics.csv": statistics_csv(table),
-        "runs.csv": runs_csv(table),
+        **sheets,
     }
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
