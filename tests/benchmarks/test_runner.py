@@ -20,7 +20,7 @@ import pytest
 from tunery.benchmarks import runner
 from tunery.benchmarks.cells import State, from_spec, run_cell, state_of
 from tunery.benchmarks.inputs import inputs_of
-from tunery.benchmarks.results import read_results
+from tunery.benchmarks.results import read_results, sealed
 from tunery.benchmarks.runner import DONE, FAILED, Job, run_jobs
 from tunery.registry.loading import load_plugins
 
@@ -238,7 +238,15 @@ def test_command(place: Any, forked: Path, command: Callable[..., Any]):
     assert len(out.splitlines()) == 1
     assert "--learning_rate 0.5" in out
     assert "first--full--seed1: stale: recipe.learning_rate: 0.01 -> 0.5" in err
-    assert command("--only", "first--full--seed1")[1].endswith("are done\n")
+    baseline = str(place.folder / "baseline.json")
+    code, out, _ = command("--only", "first--full--seed1", "--save_baseline", baseline)
+    assert (code, out.endswith("are done\n")) == (0, True)
+    code, out, _ = command("--only", "first--full--seed1", "--check", baseline)
+    assert (code, "the same" in out) == (0, True)
+    saved = json.loads(Path(baseline).read_text(encoding="utf-8"))
+    saved["scores"]["first"]["full"] = {"1": 2.0, "0": 2.0}
+    Path(baseline).write_text(json.dumps(sealed(saved)), encoding="utf-8")
+    assert command("--only", "first--full--seed1", "--check", baseline)[0] == 0  # one seed shows nothing
     assert command("--learning_rat", "1")[0] == 2
 
 
