@@ -59,7 +59,7 @@ def _flags(argv: Sequence[str] | None) -> argparse.Namespace:
         "--gammas", **many, type=float, default=list(_GAMMAS), help="of the noise, in initial standard deviations"
     )
     parser.add_argument("--draws", type=int, default=5, help="of the noise")
-    parser.add_argument("--learning_rates", **many, type=float, default=[5e-4, 1e-3, 2e-3, 4e-3], help="of fine-tuning")
+    parser.add_argument("--learning_rates", **many, type=float, default=[1e-3, 2e-3, 4e-3, 8e-3], help="of fine-tuning")
     parser.add_argument("--seeds", **many, type=int, default=[0, 1, 2], help="of fine-tuning")
     parser.add_argument("--epochs", type=int, default=2, help="of fine-tuning; Table 4 has 4")
     parser.add_argument("--fine_tune_samples", type=int, default=300, help="training rows of fine-tuning")
