@@ -61,6 +61,16 @@ class TestProxySubFmAligned(StrategyLaws):
     plugin = "proxy_sub_fm:ratio=0.5,retained=[0],r=4,dropout=0,distill_steps=3"
 
 
+class TestOffsite(StrategyLaws):
+    plugin = "offsite:adapter_layers=[1,0],emulator_layers=0,r=4,dropout=0"
+    models = WIDE
+
+
+class TestOffsiteDistilled(StrategyLaws):
+    plugin = "offsite:adapter_layers=[1,1],emulator_layers=2,tune=layers,distill_steps=2"
+    models = ("deep_bert_classifier",)
+
+
 class TestMultiLora(JointStrategyLaws):
     plugin = "multi_lora:r=4"
     models = WIDE

@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 import tunery
 from tunery.core.context import infer_task, make_context
 from tunery.core.finished import _Bare
+from tunery.plugins.distillation import state_distance
 from tunery.plugins.strategies.proxy_sub_fm import ProxySubFm
 from tunery.plugins.strategies.proxy_sub_fm.alignment import (
     distillation_loss,
     idle_masks,
-    state_distance,
     weight_distance,
     weight_product,
 )
