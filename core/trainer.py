@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from .checkpointing import WholeCheckpoints, check_belongs
 from .context import infer_task, make_context
 from .joint import check_joint, clip_each
 from .objective import Objective, last_output
-from .probing import Probing, Snapshot
+from .probing import Probing, Snapshot, own_batches
 from .recipe import Recipe, choose, observe
 from .sampling import asked_sampler
 from .staging import check_stages, go_through, place_to_resume, points_to_resume, stage_arguments, stage_keywords
@@ -308,19 +308,31 @@ class PluginTrainerMixin(WholeCheckpoints):
         if self._reference is None:
             return
         self._settle()
-        subject = Subject(
-            model=self._equipped,
-            run=self.run,
-            reference=self._reference,
-            evaluate=self._evaluate_quietly if self.eval_dataset is not None else None,
-            step=self.state.global_step,
-        )
+        subject = self.subject()
         moments: Sequence[str] = getattr(self.args, "probe_moments", PROBE_MOMENTS)
         probing = Probing(self.recipe.probes, moments, self._run_dir)
         if moment == "begin" and subject.run.sharding.rank == 0:
             probing.log.rewind(subject.step or -1)
         if moment != "begin" or subject.step == 0:
             probing.at(moment, subject, self.log, lambda m: observe("tunery_measured", run=self.run, measurement=m))
+
+    def subject(self) -> Subject:
+        """Return what the run's probes measure, as it is now."""
+        assert self._reference is not None, "only a run with probes keeps its pre-trained values"
+        evaluated = self.eval_dataset is not None
+        return Subject(
+            model=self._equipped,
+            run=self.run,
+            reference=self._reference,
+            evaluate=self._evaluate_quietly if evaluated else None,
+            batches=self._eval_batches if evaluated else None,
+            step=self.state.global_step,
+        )
+
+    def _eval_batches(self) -> Iterator[Mapping[str, Any]]:
+        size = self.args.per_device_eval_batch_size
+        for batch in own_batches(self.get_eval_dataloader(), size, self.run.sharding):
+            yield self._prepare_inputs(batch)
 
     def _evaluate_quietly(self) -> Mapping[str, float]:
         loader = self.get_eval_dataloader()

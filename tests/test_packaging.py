@@ -51,6 +51,7 @@ PUBLIC = [
     "hookimpl",
     "keep_tasks",
     "load_run",
+    "probe_model",
 ]
 
 
