@@ -1,8 +1,9 @@
-"""A stand-in is brought closer to the model before one owner trains it: on the run's own training inputs, without labels."""
+"""Stand-ins of one owner: brought closer to the model before they train, on the run's own inputs, and made whole."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,10 @@ from transformers.trainer_utils import set_seed
 from ..registry.proxy import ProxyStrategy
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from ..registry.context import RunContext
+    from ..registry.contracts import Strategy
     from .trainer import PluginTrainerMixin
 
 
@@ -51,3 +56,10 @@ def align(trainer: PluginTrainerMixin) -> Mapping[str, float]:
     for regularizer in trainer.recipe.regularizers:
         regularizer.attach(model, trainer.run)
     return measured
+
+
+def whole_of(
+    strategy: Strategy | None, model: nn.Module, run: RunContext
+) -> Callable[[], AbstractContextManager[nn.Module]] | None:
+    """Return what makes a stand-in the full model for a while; ``None`` where the strategy trains the model itself."""
+    return (lambda: strategy.whole(model, run)) if isinstance(strategy, ProxyStrategy) else None

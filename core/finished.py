@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, set_seed
 
 from ..registry.context import RunContext, Subject
 from ..registry.errors import ArtifactError
+from .alignment import whole_of
 from .artifacts import (
     MANIFEST,
     describe_tasks,
@@ -196,7 +197,8 @@ def probe_run(probe: str, folder: str | Path) -> list[dict[str, Any]]:
     loaded = load_run(folder, with_reference=True)
     assert loaded.reference is not None
     chosen.check(loaded.model, loaded.run)
-    subject = Subject(model=loaded.model, run=loaded.run, reference=loaded.reference)
+    whole = whole_of(loaded.recipe.strategy, loaded.model, loaded.run)
+    subject = Subject(model=loaded.model, run=loaded.run, reference=loaded.reference, whole=whole)
     return [
         {"model": str(folder), "probe": plugin.name, "name": m.name, "value": m.value, "unit": m.unit, **m.where}
         for plugin in chosen.probes

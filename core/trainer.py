@@ -22,7 +22,7 @@ from transformers.trainer_utils import set_seed
 from ..registry.context import RunContext, Stage, Subject, Task, TaskKind
 from ..registry.errors import ArtifactError, CompatibilityError, RecipeError
 from ..registry.proxy import ProxyStrategy
-from .alignment import align
+from .alignment import align, whole_of
 from .arguments import PLUGIN_FIELDS, PROBE_MOMENTS, TrainingArguments
 from .artifacts import describe_base, load_stored, manifest, read_manifest
 from .checkpointing import WholeCheckpoints, check_belongs
@@ -327,6 +327,7 @@ class PluginTrainerMixin(WholeCheckpoints):
             evaluate=self._evaluate_quietly if evaluated else None,
             batches=self._eval_batches if evaluated else None,
             step=self.state.global_step,
+            whole=whole_of(self.recipe.strategy, self._equipped, self.run),
         )
 
     def _eval_batches(self) -> Iterator[Mapping[str, Any]]:

@@ -97,6 +97,14 @@ class TestWeightDistance(ProbeLaws):
     plugin = "weight_distance"
 
 
+class TestGradientGap(ProbeLaws):
+    plugin = "gradient_gap"
+    strategies = (
+        "proxy_sub_fm:retained=[0],r=2,dropout=0",
+        "offsite:adapter_layers=[1,0],emulator_layers=0,r=2,dropout=0",
+    )
+
+
 class TestMixOut(RegularizerLaws):
     plugin = "mixout:p=0.5"
     models = WIDE
