@@ -80,8 +80,6 @@ class PluginTrainerMixin(WholeCheckpoints):
         if len(self.run.tasks) > 1:
             self.label_names = ["labels", "task_ids"]
         self.add_callback(_Moments(self))
-        # Who hands in rows later, as a federation does, aligns a stand-in itself.
-        self._to_align = isinstance(self.recipe.strategy, ProxyStrategy) and self.train_dataset is not None
 
     # ---- building the model
 
@@ -121,6 +119,8 @@ class PluginTrainerMixin(WholeCheckpoints):
         for regularizer in self.recipe.regularizers:
             regularizer.attach(model, self.run)
         self.objective = Objective(self.recipe.regularizers, self.run.tasks)
+        # Who hands in rows later, as a federation does, aligns a stand-in itself.
+        self._to_align = isinstance(strategy, ProxyStrategy) and self._given.get("train_dataset") is not None
         self._updates = Updates()
         self._tasks = self.run.tasks if strategy is None else strategy.tasks(self.run)
         return model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import transformers
 from safetensors.torch import load_file
 
 import tunery
+from tunery.core.artifacts import load_stored
 from tunery.core.context import infer_task, make_context
 from tunery.core.finished import _Bare
 from tunery.plugins.distillation import state_distance
@@ -24,6 +26,7 @@ from tunery.plugins.strategies.proxy_sub_fm.alignment import (
 from tunery.plugins.strategies.proxy_sub_fm.neurons import Block, find_blocks, most
 from tunery.registry.conformance.models import MODELS, base_model
 from tunery.registry.conformance.trials import Trial
+from tunery.registry.errors import ArtifactError
 
 KIND = "bert_classifier"
 TINY = MODELS[KIND]
@@ -202,6 +205,42 @@ def test_resuming_does_not_align_again(tmp_path: Path) -> None:
     stored = load_file(ALIGNED.run().folder / "strategy.safetensors")
     live = dict(trainer.model.named_parameters())
     assert all(torch.equal(value, live[name]) for name, value in stored.items())
+
+
+def test_regularizers_are_off_while_a_run_aligns() -> None:
+    """What disturbs hidden states in training leaves what is aligned as it is without."""
+    plain, disturbed = ALIGNED.run(), ALIGNED.but(regularizers=("lnsr:sigma=0.5,layer=0",)).run()
+    stored = [load_file(outcome.folder / "strategy.safetensors") for outcome in (plain, disturbed)]
+    assert all(torch.equal(value, stored[1][name]) for name, value in stored[0].items())
+    assert plain.bits != disturbed.bits
+
+
+def test_rows_that_come_later_are_not_aligned_on(tmp_path: Path) -> None:
+    """A federation hands clients' rows to a Trainer built without any, and aligns on rows of its own."""
+    rows = TINY.rows(8)
+    args = tunery.TrainingArguments(
+        output_dir=str(tmp_path),
+        strategy=ALIGNED.strategy,
+        use_cpu=True,
+        report_to="none",
+        max_steps=1,
+        disable_tqdm=True,
+    )
+    trainer = tunery.Trainer(model=TINY.load(base_model(KIND, dropout=False)), args=args)
+    trainer.train_dataset = rows
+    trainer.train()
+    assert trainer.alignment == {}
+
+
+def test_a_file_of_another_sub_model_is_refused(tmp_path: Path) -> None:
+    """Stored neurons that do not fit are one line."""
+    folder = shutil.copytree(ALIGNED.run().folder, tmp_path / "run")
+    trainer = Trial(strategy="proxy_sub_fm:ratio=0.75,retained=[0],r=2").trainer(tmp_path / "other")
+    with pytest.raises(ArtifactError, match="does not fit") as caught:
+        load_stored(trainer.model, folder)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ArtifactError, match="lacks"):
+        load_stored(torch.nn.Linear(1, 1), folder)
 
 
 # ---- during tuning
