@@ -138,6 +138,8 @@ def train(options: Options) -> dict[str, Any]:
     }
     if trainer.finished_stages:
         result["stages"] = trainer.finished_stages
+    if trainer.alignment:
+        result["alignment"] = dict(trainer.alignment)
     if trainer.is_world_process_zero():
         for stage in trainer.finished_stages:
             folder = output_dir / STAGES / stage["name"]
