@@ -106,11 +106,16 @@ class Options:
         return build_options(merged)
 
 
-class _Parser(HfArgumentParser):
-    """Argparse that raises our error instead of printing usage and exiting."""
+class Parser(HfArgumentParser):
+    """Argparse that raises our error instead of printing usage and exiting; ``owner`` is the command that lists its keys."""
+
+    def __init__(self, *args: Any, owner: str = "tunery train --keys", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.owner = owner
 
     def error(self, message: str) -> NoReturn:
-        raise RecipeError(message.removeprefix("argument "), owner="the flags", remedy="see tunery train --keys")
+        """Raise it in one line."""
+        raise RecipeError(message.removeprefix("argument "), owner="the flags", remedy=f"see {self.owner}")
 
 
 def read_options(recipe: Path | None, flags: Sequence[str]) -> Options:
@@ -247,8 +252,8 @@ def _is_required(item: dataclasses.Field[Any]) -> bool:
     return item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
 
 
-def _parser() -> _Parser:
-    parser = _Parser((RunArguments, DataArguments, TrainingArguments), add_help=False, allow_abbrev=False)  # type: ignore[arg-type]
+def _parser() -> Parser:
+    parser = Parser((RunArguments, DataArguments, TrainingArguments), add_help=False, allow_abbrev=False)
     for action in parser._actions:
         if action.dest == "resume_from_checkpoint":
             action.nargs, action.const = "?", "last"  # the bare flag: from where the run stopped
@@ -259,8 +264,13 @@ def _parser() -> _Parser:
 
 def help_text() -> str:
     """Return every key with its type's default and its help, grouped by argument class."""
+    return describe_keys((RunArguments, DataArguments, TrainingArguments))
+
+
+def describe_keys(classes: Sequence[type]) -> str:
+    """Return the keys of argument classes with their help."""
     lines = []
-    for cls in (RunArguments, DataArguments, TrainingArguments):
+    for cls in classes:
         lines.append(f"\n{cls.__name__}")
         for item in dataclasses.fields(cls):
             if item.init and not item.name.startswith("_"):

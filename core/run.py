@@ -29,7 +29,7 @@ from .artifacts import (
     write_json,
 )
 from .context import make_context
-from .data import TaskData, encode, encode_jointly, load_tasks
+from .data import DataArguments, TaskData, encode, encode_jointly, load_tasks
 from .data.generation import PREDICTIONS, Writer, questions, score
 from .data.metrics import (
     MEAN,
@@ -133,10 +133,13 @@ def train(options: Options) -> dict[str, Any]:
         "seed": args.seed,
         "plugins": trainer.recipe.describe(),
         "base_model": reference,
+        "data": _data_keys(options),
         "versions": versions(),
     }
     if trainer.finished_stages:
         result["stages"] = trainer.finished_stages
+    if trainer.alignment:
+        result["alignment"] = dict(trainer.alignment)
     if trainer.is_world_process_zero():
         for stage in trainer.finished_stages:
             folder = output_dir / STAGES / stage["name"]
@@ -210,6 +213,12 @@ def _main_metrics(tasks: Sequence[Task]) -> list[str]:
     if len(tasks) == 1:
         return [tasks[0].metrics[0]]
     return [*(f"{task.name}_{task.metrics[0]}" for task in tasks), MEAN]
+
+
+def _data_keys(options: Options) -> dict[str, Any]:
+    """Return the data keys that were given, with the seed of the rows where it is not the run's."""
+    names = [*(item.name for item in dataclasses.fields(DataArguments)), "data_seed"]
+    return {name: options.given[name] for name in names if options.given.get(name) is not None}
 
 
 def _examples(data: Sequence[TaskData]) -> dict[str, int]:

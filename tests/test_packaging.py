@@ -51,6 +51,7 @@ PUBLIC = [
     "hookimpl",
     "keep_tasks",
     "load_run",
+    "probe_model",
 ]
 
 
@@ -113,8 +114,8 @@ def test_every_code_folder_is_a_package():
 def test_wheel_has_the_data_files(contents: set[str]):
     """The bundled ZeRO presets, the suites and the typing marker are installed, and no other data file is."""
     presets = {f"tunery/core/deepspeed/zero{stage}.json" for stage in (1, 2, 3)}
-    suites = {f"tunery/benchmarks/suites/{path.name}" for path in (ROOT / "benchmarks" / "suites").glob("*.yaml")}
-    assert len(suites) >= 2
+    suites = {f"tunery/{path.relative_to(ROOT)}" for path in (ROOT / "benchmarks").rglob("*.yaml")}
+    assert {PurePosixPath(name).parent.name for name in suites} == {"suites", "recipes"}
     assert {n for n in contents if n.startswith("tunery/") and not n.endswith(".py")} == presets | suites | {
         "tunery/py.typed"
     }

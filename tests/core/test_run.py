@@ -15,8 +15,9 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from tunery.core.finished import load_run, probe_run
+from tunery.core.finished import load_run
 from tunery.core.options import build_options
+from tunery.core.probe_points import probe_run
 from tunery.core.run import peak_memory, stored_parameters, train
 from tunery.registry.errors import ArtifactError, CompatibilityError, RecipeError, TuneryError
 
@@ -32,6 +33,7 @@ RESULT_KEYS = {
     "seed",
     "plugins",
     "base_model",
+    "data",
     "versions",
 }
 
@@ -64,6 +66,7 @@ def test_result_json(compared: tuple[Path, dict[str, Any]], tiny: Any):
     assert result["main_metrics"] == ["accuracy"]
     assert result["seed"] == 7
     assert result["base_model"] == str(tiny.base)
+    assert result["data"] == {"train_file": str(tiny.rows), "max_length": 16}
     assert [(plugin["kind"], plugin["name"]) for plugin in result["plugins"]] == [
         ("strategy", "lora"),
         ("regularizer", "l2_sp"),
