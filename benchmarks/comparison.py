@@ -161,7 +161,7 @@ def compare_scores(
             one = _versus(task, method, a, b, higher[task])
             if one:
                 by_task.append(replace(one, variance_p=variance_p(list(a.values()), list(b.values()))))
-        if average:
+        if average and len(tasks) > 1:
             one = _versus(
                 AVERAGE, method, seed_averages(ours, method, tasks), seed_averages(theirs, method, tasks), True
             )

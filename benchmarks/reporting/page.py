@@ -17,7 +17,13 @@ from .style import CSS
 from .tables import against_rows, summary_rows
 from .words import READING, conclusions, headline, overview
 
-_BADGES = {"better": "better", "worse": "worse", "open": "no difference shown", "none": "not compared"}
+_BADGES = {
+    "better": "better",
+    "worse": "worse",
+    "open": "no difference shown",
+    "few": "too few seeds",
+    "none": "not compared",
+}
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
@@ -80,16 +86,19 @@ def _facts(table: Standings) -> str:
     results = table.results
     poor, crashed = sum(c.degenerate for c in results.cells), sum(c.score is None for c in results.cells)
     items = [
-        (len(results.tasks), "tasks", False),
-        (len(results.methods), "methods", False),
-        (len(results.seeds), "seeds", False),
-        (len(results.cells), "runs", False),
+        (len(results.tasks), "task", False),
+        (len(results.methods), "method", False),
+        (len(results.seeds), "seed", False),
+        (len(results.cells), "run", False),
         (crashed, "failed", crashed > 0),
         (poor, "no better than the majority class", poor > 0),
     ]
     if results.damaged:
-        items.append((len(results.damaged), "damaged files, not counted", True))
-    facts = (f"<li{' class=bad' if bad else ''}><b>{count}</b><span>{text}</span></li>" for count, text, bad in items)
+        items.append((len(results.damaged), "damaged, not counted", True))
+    facts = []
+    for count, name, bad in items:
+        plural = "s" if name in ("task", "method", "seed", "run") and count != 1 else ""
+        facts.append(f"<li{' class=bad' if bad else ''}><b>{count}</b><span>{name}{plural}</span></li>")
     return f'<ul class="facts">{"".join(facts)}</ul>'
 
 
@@ -97,8 +106,6 @@ def _findings(table: Standings) -> str:
     found = conclusions(table)
     if not found:
         return f"<p>{escape(table.baseline)} is the only method: there is nothing to compare it with.</p>"
-    count = len(table.results.tasks)
-    first = f"{f'On average over {count} tasks, ' if count > 1 else ''}{headline(found, table.baseline)}"
     items = "".join(
         f'<li class="{one.verdict}"><b>{escape(one.method)}</b><span class="badge">{_BADGES[one.verdict]}</span><br>'
         f"{escape(one.text)}</li>"
@@ -106,11 +113,14 @@ def _findings(table: Standings) -> str:
     )
     missing = "".join(f"<p>{escape(line)}</p>" for line in overview(table)[1:])
     several = len(figures.overall(table)) > 1
-    return f'{missing}<p class="lead">{escape(first)}</p><ul class="said">{items}</ul>' + _picture(
-        figures.differences(table),
-        f"Difference to {escape(table.baseline)} with its 95 % interval. The grey band is what this many seeds could not have"
-        " shown: a true difference inside it would be missed more than one time in five.",
-        narrow=not several,
+    return (
+        f'{missing}<p class="lead">{escape(headline(found, table.baseline, len(table.results.tasks)))}</p><ul class="said">{items}</ul>'
+        + _picture(
+            figures.differences(table),
+            f"Difference to {escape(table.baseline)} with its 95 % interval. The grey band is what this many seeds could not have"
+            " shown: a true difference inside it would be missed more than one time in five.",
+            narrow=not several,
+        )
     )
 
 
