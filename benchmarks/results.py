@@ -66,6 +66,7 @@ class CellResult:
         train_info: seconds, peak memory in bytes, steps, training loss, parameter counts.
         run_info: strategy, regularizers, learning rate, recipe.
         meta_info: versions, provenance of every plugin, start and end.
+        seal: the hash the file carries.
     """
 
     suite: str
@@ -83,6 +84,7 @@ class CellResult:
     train_info: Mapping[str, Any]
     run_info: Mapping[str, Any]
     meta_info: Mapping[str, Any]
+    seal: str = ""
 
     @property
     def score(self) -> float | None:
@@ -200,7 +202,7 @@ def read_cell(path: Path) -> CellResult:
         curve = tuple((int(step), float(value)) for step, value in content["curve"])
     except (TypeError, ValueError):
         raise DamagedResultError(f"{path.name} has a curve that is no list of (step, value)") from None
-    return CellResult(**{**{key: content[key] for key in _KINDS}, "curve": curve})
+    return CellResult(**{**{key: content[key] for key in _KINDS}, "curve": curve, "seal": content["sha256"]})
 
 
 def read_results(folder: Path) -> Results:
@@ -217,7 +219,7 @@ def read_results(folder: Path) -> Results:
         try:
             cells.append(read_cell(path))
         except DamagedResultError as error:
-            damaged[_set_aside(path)] = str(error)
+            damaged[set_aside(path)] = str(error)
     if not cells and not damaged:
         inner = [inside.parent.name for inside in sorted(folder.glob(f"*/{SUITE}"))]
         remedy = "name one of the suites in it" if inner else "tunery bench SUITE writes them"
@@ -239,7 +241,7 @@ def _read_suite(path: Path) -> dict[str, Any]:
     return content
 
 
-def _set_aside(path: Path) -> Path:
+def set_aside(path: Path) -> Path:
     """Move a damaged file into the quarantine folder under a name that is free, and return where it is."""
     home = path.parent / QUARANTINE
     home.mkdir(exist_ok=True)
