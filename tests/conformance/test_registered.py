@@ -52,6 +52,25 @@ class TestSurtThenHead(StrategyLaws):
     models = ("bert_classifier",)
 
 
+class TestProxySubFm(StrategyLaws):
+    plugin = "proxy_sub_fm:ratio=0.75,retained=[0],r=4,dropout=0"
+    models = WIDE
+
+
+class TestProxySubFmAligned(StrategyLaws):
+    plugin = "proxy_sub_fm:ratio=0.5,retained=[0],r=4,dropout=0,distill_steps=3"
+
+
+class TestOffsite(StrategyLaws):
+    plugin = "offsite:adapter_layers=[1,0],emulator_layers=0,r=4,dropout=0"
+    models = WIDE
+
+
+class TestOffsiteDistilled(StrategyLaws):
+    plugin = "offsite:adapter_layers=[1,1],emulator_layers=2,tune=layers,distill_steps=2"
+    models = ("deep_bert_classifier",)
+
+
 class TestMultiLora(JointStrategyLaws):
     plugin = "multi_lora:r=4"
     models = WIDE
@@ -133,6 +152,14 @@ class TestDataPerturbation(ProbeLaws):
     models = ("bert_classifier", "vit_classifier", "llama_causal_lm")
     stages = ("ddp", "zero3")
     strategies = ("head",)
+
+
+class TestGradientGap(ProbeLaws):
+    plugin = "gradient_gap"
+    strategies = (
+        "proxy_sub_fm:retained=[0],r=2,dropout=0",
+        "offsite:adapter_layers=[1,0],emulator_layers=0,r=2,dropout=0",
+    )
 
 
 class TestMixOut(RegularizerLaws):
