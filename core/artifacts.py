@@ -30,6 +30,7 @@ from ..registry.selection import Selection
 from .sharding import gather, load_full_state
 
 MANIFEST = "tunery.json"
+STORED = "strategy.safetensors"
 FORMAT = 1
 _RECORDED = ("tunery", "torch", "transformers", "peft", "accelerate", "deepspeed", "safetensors")
 _SAMPLES = 64
@@ -264,11 +265,32 @@ def load_weights(model: nn.Module, folder: Path) -> None:
             _load_adapter(model, adapter)
         else:
             _load_full(model, folder)
+        load_stored(model, folder)
     except (SafetensorError, OSError, RuntimeError, KeyError) as error:
         if isinstance(error, TuneryError):
             raise
         first = str(error).strip().splitlines() or [type(error).__name__]
         raise ArtifactError(f"cannot load the weights in {folder}: {' '.join(first[:2])}") from None
+
+
+def load_stored(model: nn.Module, folder: Path) -> None:
+    """Load the frozen parameters that a strategy stored in a run or checkpoint (``Strategy.stored``), if any.
+
+    Raises:
+        ArtifactError: they belong to another model.
+    """
+    if not (folder / STORED).is_file():
+        return
+    live = dict(model.named_parameters())
+    for name, value in _read(folder / STORED).items():  # in this order on every rank
+        if name not in live:
+            raise ArtifactError(f"{folder / STORED} holds {name!r}, which {type(model).__name__} lacks")
+        with gather([live[name]], modifier_rank=0), torch.no_grad():
+            if live[name].shape != value.shape:
+                raise ArtifactError(
+                    f"{folder / STORED} holds {name!r} in shape {tuple(value.shape)}, which does not fit"
+                )
+            live[name].copy_(value)
 
 
 def _load_adapter(model: nn.Module, path: Path) -> None:

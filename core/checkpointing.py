@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,7 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from ..registry.context import Stage
 from ..registry.errors import ArtifactError
-from .artifacts import MANIFEST, seal
+from .artifacts import MANIFEST, STORED, seal
 from .recipe import Recipe
 from .sharding import ModelSharding, adopted_parameters, companion_names, is_sharded
 
@@ -36,6 +36,7 @@ class WholeCheckpoints(_Trainer):
 
     _staging: Path | None = None
     _adopted: Mapping[str, torch.Tensor] = {}  # never changed in place
+    _stored: Mapping[str, torch.Tensor] = {}
 
     def _manifest(self) -> dict[str, Any]:
         """Return what the manifest of every folder says, without its files."""
@@ -43,6 +44,10 @@ class WholeCheckpoints(_Trainer):
 
     def _settle(self) -> None:
         """Have the model's own weights say what its files shall hold."""
+        raise NotImplementedError
+
+    def _stored_names(self) -> Sequence[str]:
+        """Return the names of frozen parameters that every folder must hold."""
         raise NotImplementedError
 
     @property
@@ -99,15 +104,10 @@ class WholeCheckpoints(_Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model; a checkpoint also gets what regularizers train beside it."""
         self._settle()
-        self._adopted = {} if self._staging is None else self._adopted_state()
+        self._adopted = {} if self._staging is None else _on_host(adopted_parameters(self._equipped))
+        live = dict(self._equipped.named_parameters())
+        self._stored = _on_host({name: live[name] for name in self._stored_names()})
         super().save_model(output_dir, _internal_call)
-
-    def _adopted_state(self) -> dict[str, torch.Tensor]:
-        state = {}
-        for name, parameter in adopted_parameters(self._equipped).items():
-            with ModelSharding().gathered([parameter]):
-                state[name] = parameter.detach().to("cpu", copy=True)
-        return state
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -153,13 +153,23 @@ class WholeCheckpoints(_Trainer):
         try:
             super()._save(str(temporary), state_dict)
             if self.args.should_save:
-                if self._adopted:
-                    save_file(dict(self._adopted), temporary / ADOPTED)
+                for name, state in ((ADOPTED, self._adopted), (STORED, self._stored)):
+                    if state:
+                        save_file(dict(state), temporary / name)
                 seal(temporary, self._manifest())
                 for path in sorted(temporary.iterdir(), key=lambda path: path.name == MANIFEST):
                     path.replace(target / path.name)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _on_host(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+    """Return whole copies, on the CPU of every rank, one parameter gathered at a time."""
+    state = {}
+    for name, parameter in parameters.items():
+        with ModelSharding().gathered([parameter]):
+            state[name] = parameter.detach().to("cpu", copy=True)
+    return state
 
 
 def check_belongs(

@@ -15,6 +15,7 @@ from transformers import AutoConfig, PrinterCallback, set_seed
 
 from ..registry.context import Subject, Task
 from ..registry.errors import DataError, RecipeError, TuneryError
+from .alignment import whole_of
 from .arguments import TrainingArguments
 from .artifacts import versions, write_json
 from .data import TaskData, encode
@@ -174,14 +175,15 @@ def _subject(point: Point, chosen: Chosen, data: TaskData | None, settings: Sett
     assert loaded.reference is not None
     Recipe((*loaded.recipe.chosen, chosen)).check(loaded.model, loaded.run)
     run = dataclasses.replace(loaded.run, seed=settings.seed)
+    whole = whole_of(loaded.recipe.strategy, loaded.model, run)
     if data is None:
-        yield Subject(model=loaded.model, run=run, reference=loaded.reference)
+        yield Subject(model=loaded.model, run=run, reference=loaded.reference, whole=whole)
         return
     _check_fits(data.task, run.tasks, point)
     source = _processor_source(point.folder, loaded.manifest)
     with _trainer(loaded.model, data.task, data, source, point, settings) as trainer:
         run = dataclasses.replace(run, tasks=(data.task,))
-        yield dataclasses.replace(trainer.subject(), run=run, reference=loaded.reference)
+        yield dataclasses.replace(trainer.subject(), run=run, reference=loaded.reference, whole=whole)
 
 
 def evaluate_point(point: Point, data: TaskData, settings: Settings, split: str = "validation") -> dict[str, float]:

@@ -21,8 +21,10 @@ from transformers.trainer_utils import set_seed
 
 from ..registry.context import RunContext, Stage, Subject, Task, TaskKind
 from ..registry.errors import ArtifactError, CompatibilityError, RecipeError
+from ..registry.proxy import ProxyStrategy
+from .alignment import align, whole_of
 from .arguments import PLUGIN_FIELDS, PROBE_MOMENTS, TrainingArguments
-from .artifacts import describe_base, manifest, read_manifest
+from .artifacts import describe_base, load_stored, manifest, read_manifest
 from .checkpointing import WholeCheckpoints, check_belongs
 from .context import infer_task, make_context
 from .joint import check_joint, clip_each
@@ -87,6 +89,7 @@ class PluginTrainerMixin(WholeCheckpoints):
     objective: Objective
     stages: tuple[Stage, ...]
     finished_stages: Sequence[Mapping[str, Any]] = ()
+    alignment: Mapping[str, float] = {}  # what a stand-in's measured, if there was one; never changed in place
     _stage: Stage | None = None  # the one this trainer trains, where it is not the last
 
     def _equip(self, model: nn.Module, args: Any) -> nn.Module:
@@ -118,6 +121,8 @@ class PluginTrainerMixin(WholeCheckpoints):
         for regularizer in self.recipe.regularizers:
             regularizer.attach(model, self.run)
         self.objective = Objective(self.recipe.regularizers, self.run.tasks)
+        # Who hands in rows later, as a federation does, aligns a stand-in itself.
+        self._to_align = isinstance(strategy, ProxyStrategy) and self._given.get("train_dataset") is not None
         self._updates = Updates()
         self._tasks = self.run.tasks if strategy is None else strategy.tasks(self.run)
         return model
@@ -144,6 +149,10 @@ class PluginTrainerMixin(WholeCheckpoints):
 
     def _manifest(self) -> dict[str, Any]:
         return manifest(dataclasses.replace(self.run, tasks=self._tasks), self._base, self.recipe.describe())
+
+    def _stored_names(self) -> Sequence[str]:
+        strategy = self.recipe.strategy
+        return () if strategy is None else strategy.stored(self._equipped, self.run)
 
     def _settle(self) -> None:
         for regularizer in self.recipe.regularizers:
@@ -243,6 +252,11 @@ class PluginTrainerMixin(WholeCheckpoints):
             self.check_belongs(last)
         if earlier:
             self._train_earlier_stages(earlier)
+        if last is not None:
+            load_stored(self._equipped, last)
+        elif self._to_align:
+            self.alignment = align(self)
+        self._to_align = False
         self._clear_staging(self._run_dir)  # what a killed run was writing
         output = super().train(None if last is None else str(last), *args, **kwargs)
         observe("tunery_run_end", run=self.run, result=output.metrics)
@@ -318,6 +332,7 @@ class PluginTrainerMixin(WholeCheckpoints):
             evaluate=self._evaluate_quietly if evaluated else None,
             batches=self._eval_batches if evaluated else None,
             step=self.state.global_step,
+            whole=whole_of(self.recipe.strategy, self._equipped, self.run),
         )
 
     def _eval_batches(self) -> Iterator[Mapping[str, Any]]:

@@ -57,10 +57,10 @@ class Strategy(Plugin):
     whose outputs hold, while training, ``task_losses``: every task's mean loss over its own rows, shape (tasks,).
 
     Laws: after :meth:`prepare` the output for an evaluation batch equals the base model's wherever ``identity_start``
-    promises it; exactly the parameters that then require a gradient change, no other; save, load, evaluate is
-    bit-identical; :meth:`export` gives logits within 1e-5 of the trained model's; a run killed after any step of any
-    stage and resumed ends with the weights of one that was not. With several stages, what a stage before the last trains
-    may change as well.
+    promises it; exactly the parameters that then require a gradient, or that :meth:`stored` names, change, no other; save,
+    load, evaluate is bit-identical; :meth:`export` gives logits within 1e-5 of the trained model's; a run killed after any
+    step of any stage and resumed ends with the weights of one that was not. With several stages, what a stage before the
+    last trains may change as well.
     """
 
     kind: ClassVar[str] = "strategy"
@@ -105,6 +105,18 @@ class Strategy(Plugin):
             merge: fold an adapter into its base model instead of keeping it apart.
         """
         return model
+
+    def stored(self, model: nn.Module, run: RunContext) -> Sequence[str]:
+        """Return the names of frozen parameters that a run's files must hold beside an adapter; none for most.
+
+        They are what :meth:`prepare` does not make of the base model again. Written to ``strategy.safetensors`` of every
+        checkpoint and of the run, and read back before anything is sharded.
+
+        Args:
+            model: what :meth:`prepare` returned.
+            run: the run it belongs to.
+        """
+        return ()
 
     def tasks(self, run: RunContext) -> tuple[Task, ...]:
         """Return the tasks of the artefact: those of the run first, in their order, then any it held before."""

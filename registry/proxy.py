@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from .contracts import Strategy
+from .errors import CompatibilityError
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +25,9 @@ class ProxyStrategy(Strategy):
 
     Everything below runs where the full model is: with one owner, or on a federation's server. Only :meth:`statistics` runs
     on a client. Batches are what the model is called with, on its device; labels, where there are any, are not looked at.
+
+    Laws: those of a strategy, but for one. What :meth:`export` returns answers as what :meth:`plug_in` returns, within 1e-5,
+    and not as the stand-in.
     """
 
     #: Rounds of a federation between two calls of :meth:`realign`; 0 for never.
@@ -39,10 +44,33 @@ class ProxyStrategy(Strategy):
             run: the run it belongs to.
         """
 
+    def whole(self, proxy: nn.Module, run: RunContext) -> AbstractContextManager[nn.Module]:
+        """Return a context in which the stand-in is the full model, with the very parameters of its adapter and head.
+
+        For one owner, from what :meth:`prepare` kept. Not under ZeRO-3, whose modules keep the parameters they began with.
+
+        Args:
+            proxy: what :meth:`prepare` of this instance returned.
+            run: the run it belongs to.
+
+        Raises:
+            CompatibilityError: the strategy keeps nothing to make the model of.
+        """
+        raise CompatibilityError(f"strategy {self.name!r} keeps nothing of the model beside its stand-in")
+
     def distill(
-        self, model: nn.Module, proxy: nn.Module, batches: Iterable[Mapping[str, Any]], run: RunContext
+        self, model: nn.Module | None, proxy: nn.Module, batches: Iterable[Mapping[str, Any]], run: RunContext
     ) -> Mapping[str, float]:
-        """Bring the untrained stand-in closer to the model on unlabelled rows; return what was measured, by name."""
+        """Bring the untrained stand-in closer to the model on unlabelled rows; return what was measured, by name.
+
+        With one owner the Trainer calls it when training begins, not when it resumes; :meth:`stored` then says what changed.
+
+        Args:
+            model: the full model; ``None`` with one owner, where :meth:`whole` has it.
+            proxy: what :meth:`prepare` returned, untrained; changed in place, its adapter and head excepted.
+            batches: the same on every rank; can be gone through more than once.
+            run: the run it belongs to.
+        """
         return {}
 
     def statistics(
@@ -69,3 +97,7 @@ class ProxyStrategy(Strategy):
             run: the run it belongs to.
         """
         return {}
+
+    def realigned(self, proxy: nn.Module, run: RunContext) -> int:
+        """Return how many numbers of the stand-in one :meth:`realign` changes, for the cost model; 0 where that is not known."""
+        return 0

@@ -71,11 +71,14 @@ def origins(results: Results) -> str:
 
 
 def software(results: Results) -> str:
-    """Return the versions the cells ran with; a name with several is bold."""
+    """Return the versions and the hardware the cells ran with; a name with several is bold."""
     found: dict[str, dict[str, None]] = {}
     for cell in results.cells:
         for name, number_ in (cell.meta_info.get("versions") or {}).items():
             found.setdefault(str(name), {})[str(number_)] = None
+    for cell in results.cells:
+        for name in ("cpu", "gpu"):
+            found.setdefault(name, {})[str(cell.meta_info.get(name) or "none")] = None
     items = [(name, " and ".join(numbers), len(numbers) > 1) for name, numbers in found.items()]
     text = ", ".join(f"{'<b>' * mixed}{escape(f'{name} {numbers}')}{'</b>' * mixed}" for name, numbers, mixed in items)
     return f"<p>Software: {text}.</p>" if text else ""
@@ -87,4 +90,5 @@ def ran(results: Results) -> str:
     ends = sorted(str(cell.meta_info["finished"]) for cell in results.cells if cell.meta_info.get("finished"))
     spent = sum(float(cell.train_info.get("seconds") or 0) for cell in results.cells)
     when = f"runs from {starts[0][:16]} to {ends[-1][:16]}" if starts and ends else "runs at times not recorded"
-    return escape(f"{when}, {spent / 3600:.1f} hours of training in all")
+    time = f"{spent / 60:.0f} minutes" if spent < 5400 else f"{spent / 3600:.1f} hours"
+    return escape(f"{when}, {time} of training in all")

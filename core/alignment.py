@@ -1,0 +1,65 @@
+"""Stand-ins of one owner: brought closer to the model before they train, on the run's own inputs, and made whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader
+from transformers.trainer_utils import set_seed
+
+from ..registry.proxy import ProxyStrategy
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ..registry.context import RunContext
+    from ..registry.contracts import Strategy
+    from .trainer import PluginTrainerMixin
+
+
+class Batches:
+    """The run's training rows in global batches, in the order the seed gives; every rank gets all of each."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        args, rows = self._trainer.args, self._trainer.train_dataset
+        collate = self._trainer._get_collator_with_removed_columns(self._trainer.data_collator)
+        streamed = not hasattr(rows, "__len__")
+        loader: DataLoader[Any] = DataLoader(
+            rows,
+            batch_size=args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
+            shuffle=not streamed,
+            generator=torch.Generator().manual_seed(args.seed),
+            collate_fn=collate,
+        )
+        for batch in loader:
+            yield {key: value.to(args.device) if hasattr(value, "to") else value for key, value in batch.items()}
+
+
+def align(trainer: PluginTrainerMixin) -> Mapping[str, float]:
+    """Have the strategy of a run align its stand-in; return what it measured.
+
+    Regularizers are off the model meanwhile and start from what was learnt. The run's own randomness goes on as if nothing
+    had been.
+    """
+    strategy, model = trainer.recipe.strategy, trainer._equipped
+    assert isinstance(strategy, ProxyStrategy)
+    trainer.detach()
+    model.to(trainer.args.device)
+    measured = strategy.distill(None, model, Batches(trainer), trainer.run)
+    set_seed(trainer.args.seed)
+    for regularizer in trainer.recipe.regularizers:
+        regularizer.attach(model, trainer.run)
+    return measured
+
+
+def whole_of(
+    strategy: Strategy | None, model: nn.Module, run: RunContext
+) -> Callable[[], AbstractContextManager[nn.Module]] | None:
+    """Return what makes a stand-in the full model for a while; ``None`` where the strategy trains the model itself."""
+    return (lambda: strategy.whole(model, run)) if isinstance(strategy, ProxyStrategy) else None

@@ -1,0 +1,120 @@
+"""Bringing a sub-model closer to the model: the distillation loss (eq. 13) and which neurons are idle (eq. 14).
+
+Shapes: B rows, T tokens, D hidden size, N neurons. Pads count nowhere.
+
+Eq. 13 has ||W1 W2||: the feed-forward block without its non-linearity, as in theorem 2. A gated block has no such product,
+since its neurons multiply two projections; its term is that of up and down, the gate left out. The paper's code reads the
+weights through ``.data``, which leaves the term without a gradient; here it has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from ...distillation import UNSEEN, modes_kept, real_tokens, state_distance
+from .neurons import Block, most
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+TOKENS = "tokens"
+
+
+def weight_product(block: Block) -> torch.Tensor:
+    """Return the product of the block's two weights (W1 W2 of eq. 13), (D, D)."""
+    enter, leave = block.enter[-1].weight, block.leave.weight
+    product: torch.Tensor = (enter @ leave).T if block.conv1d else leave @ enter
+    return product
+
+
+def weight_distance(product: torch.Tensor, taught: torch.Tensor, objective: str) -> torch.Tensor:
+    """Return how far two weight products (D, D) are apart: squared norm, or mean square over that of what is taught."""
+    square = (product - taught).square()
+    return square.sum() if objective == "paper" else square.mean() / taught.square().mean()
+
+
+def distillation_loss(
+    states: Sequence[torch.Tensor],
+    taught_states: Sequence[torch.Tensor],
+    real: torch.Tensor,
+    products: Sequence[torch.Tensor],
+    taught_products: Sequence[torch.Tensor],
+    objective: str,
+    mu: float,
+) -> torch.Tensor:
+    """Return eq. 13, a mean over the layers given: distance of outputs plus ``mu`` times that of weight products."""
+    import torch
+
+    terms = [state_distance(s, t, real, objective) for s, t in zip(states, taught_states, strict=True)]
+    if mu:
+        pairs = zip(products, taught_products, strict=True)
+        terms += [mu * weight_distance(product, taught, objective) for product, taught in pairs]
+    return torch.stack(terms).sum() / len(states)
+
+
+def count_idle(
+    model: nn.Module, blocks: Sequence[Block], batches: Iterable[Mapping[str, Any]], threshold: float
+) -> dict[str, torch.Tensor]:
+    """Count for every neuron of ``blocks`` the tokens at which its activation is zero (eq. 14), in eval mode.
+
+    Args:
+        model: the sub-model.
+        blocks: its narrow blocks.
+        batches: a client's own rows.
+        threshold: what magnitude still counts as zero.
+
+    Returns:
+        float64 tensors that add up over clients: the counts of layer i as ``zeros.i``, (N,), and ``tokens``, ().
+    """
+    import torch
+
+    counts = {f"zeros.{block.layer}": torch.zeros(block.width, dtype=torch.float64) for block in blocks}
+    counts[TOKENS] = torch.zeros((), dtype=torch.float64)
+    current: Mapping[str, Any] = {}
+
+    def watch(block: Block) -> Any:
+        def hook(_module: nn.Module, args: tuple[Any, ...]) -> None:
+            activation = args[0]  # what leaves by the block's last module: act(x W1), or act(gate) * up
+            real = real_tokens(current, activation)
+            idle = (activation.abs() <= threshold)[real]
+            counts[f"zeros.{block.layer}"] += idle.sum(0).double().cpu()
+            if block is blocks[0]:
+                counts[TOKENS] += int(real.sum())
+
+        return hook
+
+    with ExitStack() as stack, torch.no_grad(), modes_kept(model):
+        model.eval()
+        for block in blocks:
+            stack.callback(block.leave.register_forward_pre_hook(watch(block)).remove)
+        for batch in batches:
+            current = batch
+            model(**{key: value for key, value in batch.items() if key not in UNSEEN})
+    return counts
+
+
+def idle_masks(block: Block, statistics: Mapping[str, torch.Tensor], share: float) -> list[torch.Tensor]:
+    """Return for every parameter of a block which elements belong to its most idle neurons, broadcast to its shape.
+
+    Args:
+        block: a narrow block.
+        statistics: sums of :func:`count_idle`.
+        share: of the neurons (the paper's p); of equally idle ones the first count as more idle.
+    """
+    import torch
+
+    rates = statistics[f"zeros.{block.layer}"] / statistics[TOKENS].clamp(min=1)
+    idle = torch.zeros(block.width, dtype=torch.bool)
+    idle[most(rates.cpu(), round(share * block.width))] = True
+    masks = []
+    for module, name, dim in block.parts():
+        parameter = getattr(module, name)
+        shape = [1] * parameter.dim()
+        if dim is not None:
+            shape[dim] = block.width
+        mask = idle.view(shape) if dim is not None else torch.zeros(shape, dtype=torch.bool)
+        masks.append(mask.to(parameter.device))
+    return masks
