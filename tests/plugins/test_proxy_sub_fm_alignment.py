@@ -25,6 +25,7 @@ from tunery.plugins.strategies.proxy_sub_fm.alignment import (
 )
 from tunery.plugins.strategies.proxy_sub_fm.neurons import Block, find_blocks, most
 from tunery.registry.conformance.models import MODELS, base_model
+from tunery.registry.conformance.traces import anatomy_of
 from tunery.registry.conformance.trials import Trial
 from tunery.registry.errors import ArtifactError
 
@@ -207,12 +208,25 @@ def test_resuming_does_not_align_again(tmp_path: Path) -> None:
     assert all(torch.equal(value, live[name]) for name, value in stored.items())
 
 
-def test_regularizers_are_off_while_a_run_aligns() -> None:
-    """What disturbs hidden states in training leaves what is aligned as it is without."""
-    plain, disturbed = ALIGNED.run(), ALIGNED.but(regularizers=("lnsr:sigma=0.5,layer=0",)).run()
-    stored = [load_file(outcome.folder / "strategy.safetensors") for outcome in (plain, disturbed)]
-    assert all(torch.equal(value, stored[1][name]) for name, value in stored[0].items())
-    assert plain.bits != disturbed.bits
+def test_regularizers_are_off_while_a_run_aligns(tmp_path: Path) -> None:
+    """No hook of one is on the model then, and it is back for training."""
+    trainer = ALIGNED.but(regularizers=("lnsr:sigma=0.5,layer=0",)).trainer(tmp_path)
+    strategy, seen = trainer.recipe.strategy, []
+
+    def hooks() -> int:
+        return sum(count for _, _, count in anatomy_of(trainer.model)["hooks"])
+
+    class Spy(type(strategy)):
+        def distill(self, *given: Any) -> Any:
+            seen.append(hooks())
+            return super().distill(*given)
+
+    attached = hooks()
+    strategy.__class__ = Spy
+    trainer.train()
+    assert attached > seen[0] == sum(count for _, _, count in anatomy_of(prepared()[2])["hooks"])
+    assert hooks() == attached
+    assert trainer.alignment["alignment_steps"] == 3
 
 
 def test_rows_that_come_later_are_not_aligned_on(tmp_path: Path) -> None:
