@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, get_type_hints
@@ -47,6 +47,8 @@ class RunArguments:
         model_revision: branch, tag or commit on the hub.
         dtype: precision the weights are loaded in: ``float32``, ``bfloat16``, ``float16`` or ``auto``.
         baselines: what to print beside the result: ``majority``, or strategies, each trained with the same arguments.
+        early_stopping_patience: evaluations without a better ``metric_for_best_model`` after which training stops; goes with
+            ``load_best_model_at_end``.
         overwrite_output_dir: remove an earlier run's files from ``output_dir`` first.
     """
 
@@ -58,6 +60,13 @@ class RunArguments:
     baselines: list[str] | None = field(
         default=None,
         metadata={"help": "Printed beside the result: majority, or strategies trained with the same arguments."},
+    )
+    early_stopping_patience: Annotated[int, Ge(1)] | None = field(
+        default=None,
+        metadata={
+            "help": "Stop after this many evaluations without a better metric_for_best_model; goes with "
+            "load_best_model_at_end. Default: never."
+        },
     )
     overwrite_output_dir: bool = field(
         default=False, metadata={"help": "Remove an earlier run's files from output_dir first."}
@@ -97,11 +106,16 @@ class Options:
         return build_options(merged)
 
 
-class _Parser(HfArgumentParser):
-    """Argparse that raises our error instead of printing usage and exiting."""
+class Parser(HfArgumentParser):
+    """Argparse that raises our error instead of printing usage and exiting; ``owner`` is the command that lists its keys."""
+
+    def __init__(self, *args: Any, owner: str = "tunery train --keys", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.owner = owner
 
     def error(self, message: str) -> NoReturn:
-        raise RecipeError(message.removeprefix("argument "), owner="the flags", remedy="see tunery train --keys")
+        """Raise it in one line."""
+        raise RecipeError(message.removeprefix("argument "), owner="the flags", remedy=f"see {self.owner}")
 
 
 def read_options(recipe: Path | None, flags: Sequence[str]) -> Options:
@@ -112,26 +126,48 @@ def read_options(recipe: Path | None, flags: Sequence[str]) -> Options:
         TuneryError: what the arguments themselves refuse.
     """
     given = {} if recipe is None else read_recipe(recipe)
+    check_keys(given, str(recipe))
+    flagged = read_flags(flags, stray="the recipe comes before the flags" if recipe is None else "")
+    if "tasks" in flagged:
+        flagged["tasks"] = choose_tasks(given.get("tasks") or (), flagged["tasks"])
+    return build_options({**given, **flagged})
+
+
+def read_flags(flags: Sequence[str], stray: str = "") -> dict[str, Any]:
+    """Read flags alone: the keys they give, as values of their types.
+
+    Args:
+        flags: as on the command line.
+        stray: what to say of a word that is no flag.
+
+    Raises:
+        RecipeError: an unknown flag (with the nearest known one), or a wrong value.
+    """
     parser = _parser()
     known = {action.dest for action in parser._actions}
-    for key in given:
-        if key not in known:
-            raise RecipeError(
-                f"no key {key!r}", owner=str(recipe), remedy=did_you_mean(key, known) or "see tunery train --keys"
-            )
     for action in parser._actions:
         action.default = argparse.SUPPRESS
         action.required = False
     explicit, unknown = parser.parse_known_args(list(flags))
     if unknown:
         flag = unknown[0].lstrip("-").split("=")[0]
-        late = recipe is None and not unknown[0].startswith("-")
-        remedy = "the recipe comes before the flags" if late else did_you_mean(flag, known)
+        remedy = stray if stray and not unknown[0].startswith("-") else did_you_mean(flag, known)
         raise RecipeError(f"cannot read {unknown[0]!r}", owner="the flags", remedy=remedy or "see tunery train --keys")
-    flagged = vars(explicit)
-    if "tasks" in flagged:
-        flagged["tasks"] = choose_tasks(given.get("tasks") or (), flagged["tasks"])
-    return build_options({**given, **flagged})
+    return vars(explicit)
+
+
+def check_keys(keys: Iterable[str], owner: str) -> None:
+    """Refuse keys that no recipe has.
+
+    Raises:
+        RecipeError: naming the first, and the known key nearest to it.
+    """
+    known = {item.name for cls in (RunArguments, DataArguments, TrainingArguments) for item in dataclasses.fields(cls)}
+    for key in keys:
+        if key not in known:
+            raise RecipeError(
+                f"no key {key!r}", owner=owner, remedy=did_you_mean(key, known) or "see tunery train --keys"
+            )
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
@@ -175,6 +211,11 @@ def build_options(given: Mapping[str, Any]) -> Options:
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise RecipeError(f"cannot use these arguments: {first}", remedy="see tunery train --keys") from None
     run, data, training = parts
+    if given.get("early_stopping_patience") and not given.get("load_best_model_at_end"):
+        raise RecipeError(
+            "early_stopping_patience without load_best_model_at_end",
+            remedy="add load_best_model_at_end: true, and an eval_strategy and save_strategy",
+        )
     _check_reporting(training)  # type: ignore[arg-type]
     return Options(run=run, data=data, training=training, given=dict(given))  # type: ignore[arg-type]
 
@@ -195,7 +236,7 @@ def _typed(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values as the types of ``cls`` ask: YAML comes without types, and transformers checks few of them."""
     from pydantic import TypeAdapter, ValidationError
 
-    hints = {**get_type_hints(cls), "resume_from_checkpoint": str | bool | None}
+    hints = {**get_type_hints(cls, include_extras=True), "resume_from_checkpoint": str | bool | None}
     hints |= {name: Annotated[hints[name], limit] for name, limit in _RANGES.items() if name in hints}
     typed = dict(values)
     for name in (name for name in values if name not in PLUGIN_FIELDS):
@@ -211,8 +252,8 @@ def _is_required(item: dataclasses.Field[Any]) -> bool:
     return item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
 
 
-def _parser() -> _Parser:
-    parser = _Parser((RunArguments, DataArguments, TrainingArguments), add_help=False, allow_abbrev=False)  # type: ignore[arg-type]
+def _parser() -> Parser:
+    parser = Parser((RunArguments, DataArguments, TrainingArguments), add_help=False, allow_abbrev=False)
     for action in parser._actions:
         if action.dest == "resume_from_checkpoint":
             action.nargs, action.const = "?", "last"  # the bare flag: from where the run stopped
@@ -223,8 +264,13 @@ def _parser() -> _Parser:
 
 def help_text() -> str:
     """Return every key with its type's default and its help, grouped by argument class."""
+    return describe_keys((RunArguments, DataArguments, TrainingArguments))
+
+
+def describe_keys(classes: Sequence[type]) -> str:
+    """Return the keys of argument classes with their help."""
     lines = []
-    for cls in (RunArguments, DataArguments, TrainingArguments):
+    for cls in classes:
         lines.append(f"\n{cls.__name__}")
         for item in dataclasses.fields(cls):
             if item.init and not item.name.startswith("_"):

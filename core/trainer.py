@@ -11,7 +11,7 @@ import copy
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -32,6 +32,7 @@ from .objective import Objective, last_output
 from .probing import Probing, Snapshot, own_batches
 from .recipe import Recipe, choose, observe
 from .sampling import asked_sampler
+from .sharding import ModelSharding
 from .staging import check_stages, go_through, place_to_resume, points_to_resume, stage_arguments, stage_keywords
 from .updates import Updates
 
@@ -114,6 +115,7 @@ class PluginTrainerMixin(WholeCheckpoints):
                     remedy="hand in the base model or leave strategy out",
                 )
             model = strategy.prepare(model, self.run)
+        cast(ModelSharding, self.run.sharding).watch(model)
         self.stages = self._checked_stages(model, args)
         self._reference = Snapshot(model, self.run.sharding) if self.recipe.probes else None
         for regularizer in self.recipe.regularizers:
@@ -314,7 +316,10 @@ class PluginTrainerMixin(WholeCheckpoints):
         if moment == "begin" and subject.run.sharding.rank == 0:
             probing.log.rewind(subject.step or -1)
         if moment != "begin" or subject.step == 0:
-            probing.at(moment, subject, self.log, lambda m: observe("tunery_measured", run=self.run, measurement=m))
+            try:
+                probing.at(moment, subject, self.log, lambda m: observe("tunery_measured", run=self.run, measurement=m))
+            finally:
+                cast(ModelSharding, self.run.sharding).rest()
 
     def subject(self) -> Subject:
         """Return what the run's probes measure, as it is now."""

@@ -97,6 +97,33 @@ class TestWeightDistance(ProbeLaws):
     plugin = "weight_distance"
 
 
+class TestGaussian(ProbeLaws):
+    plugin = "gaussian:gammas=[0.2,1.0],draws=2"
+    models = ("bert_classifier", "gpt2_causal_lm")
+
+
+class TestInterpolation(ProbeLaws):
+    plugin = "interpolation:lambdas=[-0.2,0.5]"
+    stages = ("ddp", "zero2")
+
+
+class TestInterpolationByDifferences(ProbeLaws):
+    plugin = "interpolation:direction=fine_tuning,lambdas=[-1.0,0.5],method=finite_difference"
+    models = ("llama_causal_lm",)
+    stages = ("zero3",)
+
+
+class TestHessian(ProbeLaws):
+    plugin = "hessian:draws=2,iterations=1"
+    stages = ("ddp", "zero1", "zero2")
+
+
+class TestHessianByDifferences(ProbeLaws):
+    plugin = "hessian:draws=2,iterations=1,method=finite_difference,step=0.05"  # a short one is rounded
+    models = ("bert_classifier",)
+    stages = ("zero3",)
+
+
 class TestGradientGap(ProbeLaws):
     plugin = "gradient_gap"
     strategies = (
