@@ -319,6 +319,8 @@ def test_realigning_changes_the_idle_neurons_alone() -> None:
     assert moved == {enter, bias, leave}
     assert torch.equal(after[enter][rest], before[enter][rest]) and torch.equal(after[bias][rest], before[bias][rest])
     assert torch.equal(after[leave][:, rest], before[leave][:, rest])
+    changed = sum(int((after[name] != before[name]).sum()) for name in moved)
+    assert 0.9 * strategy.realigned(proxy, run) < changed <= strategy.realigned(proxy, run) == 4 * (16 + 1 + 16)
     assert (after[enter][idle] != before[enter][idle]).any(1).all()
     assert (after[leave][:, idle] != before[leave][:, idle]).any(0).all()
 
