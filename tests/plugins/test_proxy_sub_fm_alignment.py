@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,23 @@ def test_the_model_made_whole_teaches_what_the_model_itself_does() -> None:
         strategy.distill(full if apart else None, proxy, batches(), run)
         results.append(proxy.state_dict())
     assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
+
+
+def test_a_twin_that_shares_the_tensors_stays_the_model() -> None:
+    """Taught by it, realigned with it and plugged into it: one owner of the weights suffices."""
+    model = TINY.load(base_model(KIND, dropout=False))
+    expected = TINY.logits(model)
+    twin = copy.deepcopy(model, memo={id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+    run = make_context(model, _Bare(seed=7), [infer_task(model)])
+    strategy = ProxySubFm(ProxySubFm.Config(retained=(0,), distill_steps=2, learning_rate=1e-2))
+    proxy = strategy.prepare(model, run)
+    strategy.distill(twin, proxy, batches(), run)
+    torch.testing.assert_close(TINY.logits(twin), expected, rtol=0, atol=0)
+    full = strategy.plug_in(twin, proxy, run)
+    before = proxy.state_dict()["base_model.model.bert.encoder.layer.1.output.dense.weight"].clone()
+    strategy.realign(full, proxy, strategy.statistics(proxy, batches(), run), batches(), run)
+    assert not torch.equal(proxy.state_dict()["base_model.model.bert.encoder.layer.1.output.dense.weight"], before)
+    torch.testing.assert_close(TINY.logits(full), expected, rtol=0, atol=0)
 
 
 def test_first_loss_is_equation_13_of_the_two_models() -> None:
