@@ -154,9 +154,9 @@ def measure(cell: Cell, place: Path) -> dict[str, Any]:
     options = build_options({**keys, "output_dir": str(place / "run")})
     result = _train(options)
     history = json.loads((place / "run" / "trainer_state.json").read_text(encoding="utf-8"))
-    main, prefix = _main(result), "test_" if cell.protocol.scored_on == "test" else ""
-    scored = {key.removeprefix(prefix): value for key, value in _of_split(result["metrics"], prefix).items()}
-    majority = result["baselines"][_MAJORITY]["metrics"].get(f"{prefix}{main}")
+    main, on_test = _main(result), cell.protocol.scored_on == "test"
+    scored = _of_split(result, on_test=on_test)
+    majority = _of_split({**result, **result["baselines"][_MAJORITY]}, on_test=on_test).get(main)
     return {
         "status": "done",
         "error": None,
@@ -178,7 +178,7 @@ def measure(cell: Cell, place: Path) -> dict[str, Any]:
             "regularizers": options.training.regularizers or [],
             "learning_rate": options.training.learning_rate,
             "learning_rate_search": {f"{rate:g}": score for rate, score in searched.items()},
-            "validation_metrics": _of_split(result["metrics"], ""),
+            "validation_metrics": _of_split(result, on_test=False),
             "recipe": dict(cell.recipe),
         },
         "meta_info": {"plugins": result["plugins"]},
@@ -199,9 +199,18 @@ def _higher_is_better(main_metrics: Sequence[str]) -> bool:
     return not main_metrics[0].endswith(_LOWER_IS_BETTER)
 
 
-def _of_split(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
-    """Return the metrics of the test split (``test_``) or of the validation split (no prefix), by name."""
-    return {key: value for key, value in metrics.items() if key.startswith("test_") == bool(prefix)}
+def _of_split(result: Mapping[str, Any], *, on_test: bool) -> dict[str, float]:
+    """Return the metrics of the test or of the validation split, under plain names.
+
+    Those of the test split begin with ``test_``; of several tasks, what they generate with ``<task>_test_``.
+    """
+    found = {}
+    for key, value in result["metrics"].items():
+        task = next((f"{name}_" for name in result["task"].split("+") if key.startswith(f"{name}_test_")), "")
+        is_test = key.removeprefix(task).startswith("test_")
+        if is_test == on_test:
+            found[task + key.removeprefix(task).removeprefix("test_") if is_test else key] = value
+    return found
 
 
 def _circumstances() -> dict[str, Any]:

@@ -49,9 +49,6 @@ def bench(
     check: Annotated[
         Path | None, typer.Option(help="Exit with 1 if a method is worse than this baseline beyond its seeds' noise.")
     ] = None,
-    save_baseline: Annotated[
-        Path | None, typer.Option("--save_baseline", help="Write the scores as a baseline for --check.")
-    ] = None,
     data_dir: Annotated[
         Path | None, typer.Option("--data_dir", help="What {data_dir} stands for in the suite.")
     ] = None,
@@ -82,11 +79,6 @@ def bench(
     failed = _run(queue, folder, jobs or _usual_jobs(ran.threads), len(cells))
     if check is not None:
         failed |= _check(folder, check)
-    if save_baseline is not None:
-        from .regression import save_baseline as save
-        from .results import read_results
-
-        save(read_results(folder), save_baseline)
     if failed:
         raise typer.Exit(1)
 
@@ -158,23 +150,15 @@ def _run(queue: Sequence[Job], folder: Path, jobs: int, total: int) -> bool:
 
 def _check(folder: Path, baseline: Path) -> bool:
     """Print every method beside the baseline; return whether one got worse."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from .regression import check
+    from .regression import compare_to_baseline
     from .results import read_results
 
-    checks = check(read_results(folder), baseline)
-    table = Table(title=f"against {baseline}: mean difference by seed, one-sided p (Holm)", title_justify="left")
-    for column in ("task", "method", "seeds", "difference", "p", "verdict"):
-        table.add_column(column, justify="left" if column in ("task", "method", "verdict") else "right")
-    for one in checks:
-        difference = "-" if one.difference is None else f"{one.difference:+.4f}"
-        table.add_row(
-            one.task, one.method, str(one.seeds), difference, "-" if one.p is None else f"{one.p:.3f}", one.verdict
-        )
-    Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(table)
-    return any(one.worse for one in checks)
+    found = compare_to_baseline(read_results(folder), baseline)
+    for change in found.changes:
+        print(change)
+    for name in found.missing:
+        print(f"{name} is in the baseline and has not run")
+    return not found.ok
 
 
 def _usual_jobs(threads: int) -> int:
@@ -201,9 +185,10 @@ def _seeds(text: str) -> list[int]:
         numbers = [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
         numbers = []
-    if not numbers or min(numbers) < 0:
-        raise RecipeError(f"--seeds {text}", remedy="give how many, for example 5, or which: 0,4,7")
-    return numbers if "," in text else list(range(numbers[0]))
+    chosen = numbers if "," in text or not numbers else list(range(numbers[0]))
+    if not chosen or min(chosen) < 0:
+        raise RecipeError(f"--seeds {text}", remedy="give how many, for example 5, or which: 0,4,7 (one alone: 3,)")
+    return chosen
 
 
 def _repeated(context: typer.Context, options: dict[str, Any]) -> list[str]:

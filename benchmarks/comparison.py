@@ -124,7 +124,7 @@ def compare_runs(results: Results, other: Results) -> list[Versus]:
     for task in tasks:
         if metric_of(results, task) != metric_of(other, task):
             raise ResultError(
-                f"task {task!r} is scored by {metric_of(results, task)} here and by {metric_of(other, task)} there",
+                f"task {task!r} is scored by {metric_of(results, task)[0]} here and by {metric_of(other, task)[0]} there",
                 owner=str(other.folder),
             )
     ours, theirs = scores_of(results), scores_of(other)
@@ -161,7 +161,7 @@ def compare_scores(
             one = _versus(task, method, a, b, higher[task])
             if one:
                 by_task.append(replace(one, variance_p=variance_p(list(a.values()), list(b.values()))))
-        if average:
+        if average and len(tasks) > 1:
             one = _versus(
                 AVERAGE, method, seed_averages(ours, method, tasks), seed_averages(theirs, method, tasks), True
             )

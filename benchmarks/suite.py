@@ -33,13 +33,18 @@ Keys = dict[str, Any]
 
 
 class Override(BaseModel):
-    """Keys for the cells whose task and method match two globs."""
+    """Keys for the cells whose task and method match two globs; or, with ``skip``, no such cells."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     tasks: str = "*"
     methods: str = "*"
-    keys: Keys
+    keys: Keys = {}
+    skip: bool = False
+
+    def matches(self, task: str, method: str) -> bool:
+        """Whether it is about this task by this method."""
+        return fnmatch.fnmatchcase(task, self.tasks) and fnmatch.fnmatchcase(method, self.methods)
 
 
 def _seeds(value: Any) -> Any:
@@ -82,12 +87,13 @@ class Suite(BaseModel):
             for task in self.tasks
             for seed in self.seeds
             for method in self.methods
+            if not any(item.skip and item.matches(task, method) for item in self.overrides)
         ]
 
     def _cell(self, task: str, method: str, seed: int, flags: Mapping[str, Any], data_dir: str | None) -> Cell:
         given: Keys = {**self.defaults, **self.tasks[task], **self.methods[method]}
         for override in self.overrides:
-            if fnmatch.fnmatchcase(task, override.tasks) and fnmatch.fnmatchcase(method, override.methods):
+            if override.matches(task, method):
                 given |= override.keys
         pieces = given.pop("protocol", self.protocol)
         pieces = [pieces] if isinstance(pieces, str) else list(pieces)

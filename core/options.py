@@ -73,6 +73,9 @@ class RunArguments:
     )
 
 
+_CLASSES = (RunArguments, DataArguments, TrainingArguments)
+
+
 @dataclass(frozen=True)
 class Options:
     """The arguments of one run.
@@ -125,25 +128,40 @@ def read_options(recipe: Path | None, flags: Sequence[str]) -> Options:
         RecipeError: an unreadable file, an unknown key or flag (with the nearest known one), or a wrong value.
         TuneryError: what the arguments themselves refuse.
     """
+    return build_options(read_given(recipe, flags))
+
+
+def read_given(recipe: Path | None, flags: Sequence[str], more: Sequence[type] = ()) -> dict[str, Any]:
+    """Return the keys that a recipe and the flags that override it give.
+
+    Args:
+        recipe: the file, if there is one.
+        flags: the command line's.
+        more: argument classes whose keys are known beside those of a run.
+
+    Raises:
+        RecipeError: an unreadable file, or an unknown key or flag (with the nearest known one).
+    """
     given = {} if recipe is None else read_recipe(recipe)
-    check_keys(given, str(recipe))
-    flagged = read_flags(flags, stray="the recipe comes before the flags" if recipe is None else "")
+    check_keys(given, str(recipe), more)
+    flagged = read_flags(flags, "the recipe comes before the flags" if recipe is None else "", more)
     if "tasks" in flagged:
         flagged["tasks"] = choose_tasks(given.get("tasks") or (), flagged["tasks"])
-    return build_options({**given, **flagged})
+    return {**given, **flagged}
 
 
-def read_flags(flags: Sequence[str], stray: str = "") -> dict[str, Any]:
+def read_flags(flags: Sequence[str], stray: str = "", more: Sequence[type] = ()) -> dict[str, Any]:
     """Read flags alone: the keys they give, as values of their types.
 
     Args:
         flags: as on the command line.
         stray: what to say of a word that is no flag.
+        more: argument classes whose keys are known beside those of a run.
 
     Raises:
         RecipeError: an unknown flag (with the nearest known one), or a wrong value.
     """
-    parser = _parser()
+    parser = _parser(more)
     known = {action.dest for action in parser._actions}
     for action in parser._actions:
         action.default = argparse.SUPPRESS
@@ -156,18 +174,22 @@ def read_flags(flags: Sequence[str], stray: str = "") -> dict[str, Any]:
     return vars(explicit)
 
 
-def check_keys(keys: Iterable[str], owner: str) -> None:
+def check_keys(keys: Iterable[str], owner: str, more: Sequence[type] = ()) -> None:
     """Refuse keys that no recipe has.
+
+    Args:
+        keys: those of the recipe.
+        owner: whose they are.
+        more: argument classes whose keys are known beside those of a run.
 
     Raises:
         RecipeError: naming the first, and the known key nearest to it.
     """
-    known = {item.name for cls in (RunArguments, DataArguments, TrainingArguments) for item in dataclasses.fields(cls)}
+    known = {item.name for cls in (*more, *_CLASSES) for item in dataclasses.fields(cls)}
     for key in keys:
         if key not in known:
-            raise RecipeError(
-                f"no key {key!r}", owner=owner, remedy=did_you_mean(key, known) or "see tunery train --keys"
-            )
+            remedy = did_you_mean(key, known) or "see tunery train --keys"
+            raise RecipeError(f"no key {key!r}", owner=owner, remedy=remedy)
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
@@ -197,14 +219,14 @@ def build_options(given: Mapping[str, Any]) -> Options:
     """
     parts = []
     settled = {**_quiet_defaults(), **given}
-    for cls in (RunArguments, DataArguments, TrainingArguments):
+    for cls in _CLASSES:
         fields = [item for item in dataclasses.fields(cls) if item.init]
         for name in (item.name for item in fields if _is_required(item)):
             if name not in settled:
                 raise RecipeError(f"{name} is missing", remedy=f"give it in the recipe or as --{name}")
         values = {item.name: settled[item.name] for item in fields if item.name in settled}
         try:
-            parts.append(cls(**(values if cls is DataArguments else _typed(cls, values))))
+            parts.append(cls(**(values if cls is DataArguments else typed_arguments(cls, values))))
         except TuneryError:
             raise
         except (TypeError, ValueError, ImportError, OSError) as error:
@@ -232,8 +254,12 @@ def _check_reporting(training: TrainingArguments) -> None:
             raise RecipeError(f"report_to={name!r} is not installed or not known", known=known)
 
 
-def _typed(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values as the types of ``cls`` ask: YAML comes without types, and transformers checks few of them."""
+def typed_arguments(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values as the types of ``cls`` ask: YAML comes without types, and transformers checks few of them.
+
+    Raises:
+        RecipeError: a value that none of its type can be made of, or out of range.
+    """
     from pydantic import TypeAdapter, ValidationError
 
     hints = {**get_type_hints(cls, include_extras=True), "resume_from_checkpoint": str | bool | None}
@@ -252,8 +278,8 @@ def _is_required(item: dataclasses.Field[Any]) -> bool:
     return item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
 
 
-def _parser() -> Parser:
-    parser = Parser((RunArguments, DataArguments, TrainingArguments), add_help=False, allow_abbrev=False)
+def _parser(more: Sequence[type] = ()) -> Parser:
+    parser = Parser((*more, *_CLASSES), add_help=False, allow_abbrev=False)
     for action in parser._actions:
         if action.dest == "resume_from_checkpoint":
             action.nargs, action.const = "?", "last"  # the bare flag: from where the run stopped
@@ -262,9 +288,9 @@ def _parser() -> Parser:
     return parser
 
 
-def help_text() -> str:
+def help_text(more: Sequence[type] = ()) -> str:
     """Return every key with its type's default and its help, grouped by argument class."""
-    return describe_keys((RunArguments, DataArguments, TrainingArguments))
+    return describe_keys((*more, *_CLASSES))
 
 
 def describe_keys(classes: Sequence[type]) -> str:

@@ -95,7 +95,7 @@ def train(options: Options) -> dict[str, Any]:
     if options.run.early_stopping_patience:
         trainer.add_callback(EarlyStoppingCallback(options.run.early_stopping_patience))
     if trainer.is_world_process_zero():
-        _remove(earlier)
+        remove(earlier)
     started = time.monotonic()
     outcome = trainer.train(resume_from_checkpoint=resume)
     seconds = time.monotonic() - started
@@ -166,24 +166,43 @@ def train(options: Options) -> dict[str, Any]:
 def _prepare_output(options: Options) -> tuple[str | None, list[Path]]:
     """Return the checkpoint to resume from and what to remove of an earlier run; refuse to mix two runs in one folder."""
     output_dir, asked = options.output_dir, options.training.resume_from_checkpoint
-    parent = next(path for path in (output_dir, *output_dir.absolute().parents) if path.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise RecipeError(f"cannot write to {output_dir}", owner=str(parent), remedy="choose another --output_dir")
+    check_writable(output_dir)
     if asked:
         found = place_to_resume(output_dir) if str(asked).lower() in ("last", "true") else Path(asked)
         if found is not None and found.name != STAGES:
             read_manifest(found)
         return None if found is None else str(found), []
-    earlier = [path for pattern in _EARLIER for path in output_dir.glob(pattern)]
-    if earlier and not options.run.overwrite_output_dir:
+    return None, refuse_mixing(output_dir, _EARLIER, options.run.overwrite_output_dir)
+
+
+def check_writable(output_dir: Path) -> None:
+    """Check that a run's folder can be made or written to.
+
+    Raises:
+        RecipeError: it cannot.
+    """
+    parent = next(path for path in (output_dir, *output_dir.absolute().parents) if path.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise RecipeError(f"cannot write to {output_dir}", owner=str(parent), remedy="choose another --output_dir")
+
+
+def refuse_mixing(output_dir: Path, patterns: Iterable[str], overwrite: bool) -> list[Path]:
+    """Return what an earlier run has left in a folder, by the patterns of its names, if it may be removed.
+
+    Raises:
+        RecipeError: there is something, and ``overwrite`` is not asked for.
+    """
+    earlier = [path for pattern in patterns for path in output_dir.glob(pattern)]
+    if earlier and not overwrite:
         raise RecipeError(
             f"{output_dir} holds a run already",
             remedy="add --resume_from_checkpoint to go on with it, or --overwrite_output_dir true, or another --output_dir",
         )
-    return None, earlier
+    return earlier
 
 
-def _remove(paths: Iterable[Path]) -> None:
+def remove(paths: Iterable[Path]) -> None:
+    """Remove files and folders."""
     for path in paths:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 

@@ -12,7 +12,8 @@ TuneryError                    anything a user can mend; the command line prints
 ├── AnatomyError               a model whose parts tunery does not know
 ├── RecipeError                a recipe file or a flag that cannot be read
 ├── DataError                  a data set that cannot be read or does not fit the task
-└── ArtifactError              a run, checkpoint or adapter that cannot be loaded
+├── ArtifactError              a run, checkpoint or adapter that cannot be loaded
+└── FederationError            clients that do not fit, or too few of them that answer
 """
 
 from __future__ import annotations
@@ -102,6 +103,10 @@ class DataError(TuneryError):
 
 class ArtifactError(TuneryError):
     """A run, checkpoint or adapter cannot be loaded or written."""
+
+
+class FederationError(TuneryError):
+    """A client does not fit the federation, or too few of them answer."""
 
 
 def did_you_mean(asked: str, known: Iterable[str]) -> str:

@@ -27,6 +27,10 @@ def report(
         str | None, typer.Option(help="The method to compare with. Default: the suite's first.")
     ] = None,
     against: Annotated[Path | None, typer.Option(help="An earlier folder of results, compared cell by cell.")] = None,
+    write_baseline: Annotated[
+        Path | None,
+        typer.Option("--write_baseline", help="Also keep the scores in this file, for tunery bench --check."),
+    ] = None,
     output_dir: Annotated[
         Path | None, typer.Option("--output_dir", help="Where the files go. Default: report/ in the suite's folder.")
     ] = None,
@@ -36,6 +40,10 @@ def report(
 
     found = read_suite_folder(results)
     other = None if against is None else read_suite_folder(against)
+    if write_baseline is not None:
+        from ..regression import write_baseline as keep
+
+        keep(found, write_baseline)
     write_report(found, found.folder / "report" if output_dir is None else output_dir, baseline=baseline, other=other)
 
 

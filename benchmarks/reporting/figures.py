@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 WIDTH = 11.0
-_VERDICTS = {"better": "#12976f", "worse": "#d6336c", "open": "#7d8590"}
+_VERDICTS = {"better": "#12976f", "worse": "#d6336c", "open": "#7d8590", "few": "#7d8590"}
 _ROW = 0.34
 
 
@@ -120,7 +120,7 @@ def _strip(axes: Axes, row: int, cells: Sequence[CellResult], scale: float, colo
         axes.plot([low, high], [row, row], color=colour, linewidth=5, alpha=0.45, solid_capstyle="butt")
         axes.plot([middle, middle], [row - 0.2, row + 0.2], color=colour, linewidth=2)
     # Even steps up and down by rank of the seed: the same picture every time, and no two dots of one value on one spot.
-    heights = row + 0.13 * (np.arange(len(values)) % 3 - 1)
+    heights = row + 0.13 * (np.arange(len(values)) % 3 - 1) * (len(values) > 1)
     failed = np.array([cell.failed for cell in cells])
     axes.plot(
         values[~failed],
@@ -163,6 +163,8 @@ def curves(table: Standings) -> str:
     palette = Palette(table)
     if not tasks:
         return ""
+    from matplotlib.ticker import MaxNLocator
+
     columns = min(2, len(tasks))
     with drawing(WIDTH if columns > 1 else 7.6, 2.9 * -(-len(tasks) // columns), "curves", "Learning curves") as drawn:
         for axes, task in zip(drawn.panels(len(tasks), columns), tasks, strict=True):
@@ -175,6 +177,7 @@ def curves(table: Standings) -> str:
                 )
             axes.grid()
             metric = next(cell.main_metric for cell in table.results.cells if cell.task == task)
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             axes.set(xlabel="optimizer step", title=f"{task}, {metric.replace('_', ' ')}")
     return drawn.text
 

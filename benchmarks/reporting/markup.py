@@ -62,11 +62,14 @@ def html_score_table(laid: Grid, caption: str, table: Standings | None = None) -
     for method, cells in laid.rows.items():
         drawn = "".join(_cell(cell, name) for cell, name in zip(cells, laid.columns, strict=True))
         lines.append(f"<tr><th>{escape(method)}</th>{drawn}{_failed(method, table)}</tr>")
-    return f"<table><caption>{caption}</caption><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+    dense = " class=dense" if len(laid.columns) > 8 else ""
+    return f"<table{dense}><caption>{caption}</caption><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
 
 
 def _cell(cell: Cell, column: str) -> str:
-    names = " ".join(filter(None, [_PLACES[cell.place], "mean-of-tasks" if column.lower() in (AVERAGE, "avg") else ""]))
+    names = " ".join(
+        filter(None, [_PLACES[cell.place], "mean-of-tasks" if column.lower() in (AVERAGE, "avg", "avg.") else ""])
+    )
     shade = ""
     if cell.steadier:
         colour = "--green" if cell.steadier > 0 else "--red"

@@ -37,11 +37,24 @@ def protocol(results: Results) -> str:
     seeds = ", ".join(map(str, results.seeds))
     metrics = joined(f"{cell.task}: {cell.main_metric}" for cell in results.cells)
     lines = [f"<p>Protocol: {escape(named)}. Seeds: {seeds}. Main metrics: {escape(metrics)}.</p>"]
+    lines.append(html_table(_methods(results), text=4, wrap=3))
     keys = {key: suite[key] for key in ("defaults", "tasks", "methods", "overrides", "threads") if suite.get(key)}
     if keys:
         recipe = yaml.safe_dump(_by_name(keys), sort_keys=False, allow_unicode=True, width=110)
         lines.append(f"<details><summary>Recipe keys of every cell</summary><pre>{escape(recipe)}</pre></details>")
     return "".join(lines)
+
+
+def _methods(results: Results) -> list[tuple[str, ...]]:
+    """Return a header and a row for each method: what its runs were made of, as they recorded it."""
+    rows: list[tuple[str, ...]] = [("method", "strategy", "regularizers", "learning rate")]
+    for method in results.methods:
+        made = [cell.run_info for cell in results.cells if cell.method == method]
+        regularizers = joined(str(item) for info in made for item in info.get("regularizers") or ()) or NONE
+        strategies = joined(str(info["strategy"]) for info in made if info.get("strategy")) or NONE
+        rates = joined(f"{info['learning_rate']:g}" for info in made if info.get("learning_rate") is not None) or NONE
+        rows.append((method, strategies, regularizers, rates))
+    return rows
 
 
 def _by_name(keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,11 +84,14 @@ def origins(results: Results) -> str:
 
 
 def software(results: Results) -> str:
-    """Return the versions the cells ran with; a name with several is bold."""
+    """Return the versions and the hardware the cells ran with; a name with several is bold."""
     found: dict[str, dict[str, None]] = {}
     for cell in results.cells:
         for name, number_ in (cell.meta_info.get("versions") or {}).items():
             found.setdefault(str(name), {})[str(number_)] = None
+    for cell in results.cells:
+        for name in ("cpu", "gpu"):
+            found.setdefault(name, {})[str(cell.meta_info.get(name) or "none")] = None
     items = [(name, " and ".join(numbers), len(numbers) > 1) for name, numbers in found.items()]
     text = ", ".join(f"{'<b>' * mixed}{escape(f'{name} {numbers}')}{'</b>' * mixed}" for name, numbers, mixed in items)
     return f"<p>Software: {text}.</p>" if text else ""
@@ -87,4 +103,5 @@ def ran(results: Results) -> str:
     ends = sorted(str(cell.meta_info["finished"]) for cell in results.cells if cell.meta_info.get("finished"))
     spent = sum(float(cell.train_info.get("seconds") or 0) for cell in results.cells)
     when = f"runs from {starts[0][:16]} to {ends[-1][:16]}" if starts and ends else "runs at times not recorded"
-    return escape(f"{when}, {spent / 3600:.1f} hours of training in all")
+    time = f"{spent / 60:.0f} minutes" if spent < 5400 else f"{spent / 3600:.1f} hours"
+    return escape(f"{when}, {time} of training in all")

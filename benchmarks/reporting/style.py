@@ -38,6 +38,7 @@ nav a:hover { text-decoration: underline; }
 .facts span { color: var(--soft); font-size: .85rem; }
 .facts .bad b { color: var(--worse); }
 .said { list-style: none; padding: 0; margin: .8rem 0 1rem; }
+.said .few, .said .none { opacity: .85; }
 .said li { border-left: 4px solid var(--open); padding: .15rem 0 .15rem .9rem; margin: 0 0 .8rem; max-width: 60em; }
 .said .better { border-color: var(--better); }
 .said .worse { border-color: var(--worse); }
@@ -50,7 +51,7 @@ nav a:hover { text-decoration: underline; }
 .worse .badge { color: var(--worse); }
 .pair { display: flex; flex-wrap: wrap; gap: 28px 36px; align-items: flex-start; }
 .scroll { overflow-x: auto; max-width: 100%; }
-table { border-collapse: collapse; font-size: .9rem; }
+table { border-collapse: collapse; font-size: .9rem; min-width: 24em; }
 caption { text-align: left; font-weight: 600; padding: 0 0 .5rem; }
 caption small { font-weight: 400; color: var(--soft); }
 th, td { padding: .38rem .55rem; text-align: right; white-space: nowrap; vertical-align: top; }
@@ -64,13 +65,16 @@ td small { display: block; opacity: .72; font-size: .8em; line-height: 1.3; }
 td.first .mean { font-weight: 700; }
 td.second .mean { text-decoration: underline; text-underline-offset: 3px; }
 td.mean-of-tasks { border-left: 1px solid var(--line); }
+table.dense { font-size: .8rem; }
+.dense th, .dense td { padding: .3rem .3rem; }
+.scroll th:first-child { position: sticky; left: 0; background: var(--ground); }
 .quoted { border-left: 4px solid var(--line); padding-left: 16px; }
 .quoted table { color: var(--soft); }
 .chip { display: inline-block; width: .8em; height: .8em; border-radius: 3px; margin-right: .45em; vertical-align: -.05em; }
 .legend { display: flex; flex-wrap: wrap; gap: .2em 1.4em; font-size: .88rem; margin: .6rem 0 .2rem; }
 .shade { display: inline-block; width: 9em; height: .8em; border-radius: 3px; vertical-align: -.05em; margin: 0 .5em; }
-figure { margin: .8rem 0 0; max-width: 1120px; }
-figure svg { display: block; width: 100%; height: auto; overflow: visible; }
+figure { margin: .8rem 0 0; max-width: 1120px; overflow-x: auto; }
+figure svg { display: block; width: 100%; height: auto; min-width: 620px; }
 figure.narrow { max-width: 780px; }
 figcaption { color: var(--soft); font-size: .87rem; max-width: 56em; margin-top: .3rem; }
 details { margin: 1rem 0; }

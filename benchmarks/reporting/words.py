@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,8 @@ class Conclusion:
 
     Attributes:
         method: the method.
-        verdict: ``better``, ``worse`` or ``open``, against the baseline; ``none`` where nothing could be compared.
+        verdict: ``better``, ``worse`` or ``open``, against the baseline; ``few`` where the seeds are too few to tell, ``none``
+            where nothing could be compared.
         text: the sentences.
     """
 
@@ -69,8 +71,10 @@ def unit(scale: float, difference: float | None = None) -> str:
 
 
 def verdict(one: Versus) -> str:
-    """Return whether a comparison shows a difference, and which way."""
-    if one.p is None or one.p >= ALPHA:
+    """Return whether a comparison shows a difference, and which way; ``few`` where the seeds are too few for a test."""
+    if one.p is None:
+        return "few"
+    if one.p >= ALPHA:
         return "open"
     return "better" if one.comparison.difference > 0 else "worse"
 
@@ -97,17 +101,22 @@ def _conclusion(table: Standings, method: str) -> Conclusion:
     return Conclusion(method, verdict(one), " ".join(filter(None, [*said, spread(table, method)])))
 
 
-def headline(found: Sequence[Conclusion], baseline: str) -> str:
+def headline(found: Sequence[Conclusion], baseline: str, tasks: int) -> str:
     """Return the one sentence that says which methods were shown to differ from the baseline."""
-    groups = {kind: [one.method for one in found if one.verdict == kind] for kind in ("better", "worse", "open")}
-    parts = [
-        f"{listed(groups[kind])} {'is' if len(groups[kind]) == 1 else 'are'} {kind} than {baseline}"
-        for kind in ("better", "worse")
-        if groups[kind]
-    ]
+    groups = {kind: [one.method for one in found if one.verdict == kind] for kind in ("better", "worse", "open", "few")}
+    parts = []
+    for kind in ("better", "worse"):
+        if groups[kind]:
+            parts.append(f"{listed(groups[kind])} {'is' if len(groups[kind]) == 1 else 'are'} {kind} than {baseline}")
+    named = bool(parts)
     if groups["open"]:
-        parts.append(f"no difference to {'it' if parts else baseline} is shown of {listed(groups['open'])}")
-    return f"{'; '.join(parts)}." if parts else "nothing could be compared."
+        parts.append(f"no difference to {'it' if named else baseline} is shown of {listed(groups['open'])}")
+    if groups["few"]:
+        parts.append(f"too few seeds have run to tell {listed(groups['few'])} from {'it' if parts else baseline}")
+    text = f"{'; '.join(parts) or 'nothing could be compared'}."
+    if tasks > 1:
+        return f"On average over {tasks} tasks, {text}"
+    return text if named else f"{text[0].upper()}{text[1:]}"  # a method's name stays as it is written
 
 
 def listed(names: Sequence[str]) -> str:
@@ -122,7 +131,7 @@ def difference(one: Versus, scale: float, other: str) -> str:
     size += f"{'over' if found.difference > 0 else 'against'} {other}"
     seeds = f"{found.count} seed{'' if found.count == 1 else 's'}"
     if found.p is None:
-        return f"{size}; {seeds} say nothing about noise."
+        return f"{size}; {seeds} cannot tell noise from a difference."
     facts = f"95 % {span(found.interval, scale)}, {probability(one.p)} after Holm"
     if found.detectable is None:
         return f"{size}, the same with each of {seeds} ({probability(one.p)} after Holm)."
@@ -159,9 +168,12 @@ def overview(table: Standings) -> list[str]:
     lines = [
         f"{' x '.join(counts)}: {done} runs with a score, {crashed} failed, {poor} no better than the majority class."
     ]
-    missing = len(results.tasks) * len(results.methods) * len(results.seeds) - len(results.cells)
-    if missing:
-        lines.append(f"{missing} cells have no result yet.")
+    sizes = (len(results.suite.get(key) or getattr(results, key)) for key in ("tasks", "methods", "seeds"))
+    missing = math.prod(sizes) - len(results.cells)
+    if missing > 0:
+        lines.append(
+            f"{missing} cell{'' if missing == 1 else 's'} of the suite {'has' if missing == 1 else 'have'} no result yet."
+        )
     if results.damaged:
         lines.append(f"{counted(tuple(results.damaged), 'damaged file')} moved aside and not counted.")
     return lines

@@ -139,3 +139,23 @@ def test_missing_data_folder_stops_early(place: Any):
     cell = dataclasses.replace(place.cells()[0], data_dir=None)
     with pytest.raises(TuneryError, match="--data_dir"):
         inputs_of(cell, load_plugins().catalog)
+
+
+def test_several_tasks_in_one_run(place: Any, run: Run):
+    """Each task's metrics and their mean, all of the test split."""
+    joint = [{"name": name, "data_files": f"{{data_dir}}/{name}"} for name in ("first", "second")]
+    cells = place.cells(
+        tasks={"both": {"tasks": joint}},
+        methods={"multi_lora": {"strategy": "multi_lora:r=2"}},
+        defaults={**place.content()["defaults"], "mixing": "round_robin"},
+    )
+    result = run(cells[0])
+    assert result["error"] is None
+    assert result["main_metric"] == "mean"
+    assert {"first_accuracy", "second_accuracy"} <= result["metrics"].keys()
+    both = (result["metrics"]["first_accuracy"] + result["metrics"]["second_accuracy"]) / 2
+    assert result["metrics"]["mean"] == pytest.approx(both)
+    assert result["train_info"]["examples"] == {"train": 72, "validation": 8, "test": 40}
+    assert set(result["inputs"]["data"]) == {
+        f"{name}/{split}.jsonl" for name in ("first", "second") for split in ("train", "validation")
+    }

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ import pytest
 from tunery.benchmarks import runner
 from tunery.benchmarks.cells import State, from_spec, run_cell, state_of
 from tunery.benchmarks.inputs import inputs_of
-from tunery.benchmarks.results import read_results, sealed
+from tunery.benchmarks.regression import write_baseline
+from tunery.benchmarks.results import read_results
 from tunery.benchmarks.runner import DONE, FAILED, Job, run_jobs
 from tunery.registry.loading import load_plugins
 
@@ -238,15 +240,15 @@ def test_command(place: Any, forked: Path, command: Callable[..., Any]):
     assert len(out.splitlines()) == 1
     assert "--learning_rate 0.5" in out
     assert "first--full--seed1: stale: recipe.learning_rate: 0.01 -> 0.5" in err
-    baseline = str(place.folder / "baseline.json")
-    code, out, _ = command("--only", "first--full--seed1", "--save_baseline", baseline)
-    assert (code, out.endswith("are done\n")) == (0, True)
-    code, out, _ = command("--only", "first--full--seed1", "--check", baseline)
-    assert (code, "the same" in out) == (0, True)
-    saved = json.loads(Path(baseline).read_text(encoding="utf-8"))
-    saved["scores"]["first"]["full"] = {"1": 2.0, "0": 2.0}
-    Path(baseline).write_text(json.dumps(sealed(saved)), encoding="utf-8")
-    assert command("--only", "first--full--seed1", "--check", baseline)[0] == 0  # one seed shows nothing
+    assert command("--only", "first--full--seed1")[1].endswith("are done\n")
+    results = read_results(place.folder / "results" / "tiny")
+    write_baseline(results, place.folder / "same.json")
+    assert command("--only", "first--full--seed1", "--check", str(place.folder / "same.json"))[0] == 0
+    better = [replace(cell, metrics={**cell.metrics, "accuracy": 1.5}) for cell in results.cells]
+    write_baseline(replace(results, cells=tuple(better)), place.folder / "better.json")
+    code, out, _ = command("--only", "first--full--seed1", "--check", str(place.folder / "better.json"))
+    assert code == 1
+    assert "full on first: worse" in out
     assert command("--learning_rat", "1")[0] == 2
 
 

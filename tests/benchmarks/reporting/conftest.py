@@ -65,6 +65,8 @@ def cell(task: str, method: str, seed: int, **changes: Any) -> dict[str, Any]:
         },
         "run_info": {"strategy": plugin["name"], "regularizers": regularizers, "learning_rate": 3e-4, "recipe": {}},
         "meta_info": {
+            "cpu": "x86_64",
+            "gpu": None,
             "versions": {"python": "3.11.9", "torch": "2.13.0", "tunery": "0.1.0"},
             "plugins": [{**item, **origin} for item in plugins],
             "started": "2026-11-20T10:00:00+00:00",

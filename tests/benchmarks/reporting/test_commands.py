@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from tunery.benchmarks.regression import compare_to_baseline
 from tunery.benchmarks.reporting.words import MINUS
+from tunery.benchmarks.results import read_results, sealed
 from tunery.core.commands import main
 
 Cli = Callable[..., tuple[int, str, str]]
@@ -90,10 +92,14 @@ def test_several_suites(cli: Cli, copy: Path):
     assert (code, "known: made_up, second; name one of the suites in it" in err) == (2, True)
 
 
+def test_baseline_is_kept(cli: Cli, copy: Path, tmp_path: Path):
+    """The file that ``tunery bench --check`` reads: against it, the same results are not worse."""
+    assert cli("report", copy, "--write_baseline", tmp_path / "baseline.json")[0] == 0
+    assert compare_to_baseline(read_results(copy), tmp_path / "baseline.json").ok
+
+
 def test_against_earlier_results(cli: Cli, copy: Path, cells: Any, tmp_path: Path):
     """Each cell is compared with itself: 2 points less for one method shows, what is unchanged does not."""
-    from tunery.benchmarks.results import sealed
-
     later = tmp_path / "later"
     shutil.copytree(copy, later)
     rng = iter(range(100))

@@ -17,7 +17,16 @@ from tunery.benchmarks.comparison import standings
 from tunery.benchmarks.reporting.layout import Grid, grid, steadier
 from tunery.benchmarks.reporting.sheets import runs_csv, statistics_csv
 from tunery.benchmarks.reporting.tables import latex, markdown
-from tunery.benchmarks.reporting.words import MINUS, NONE, conclusions, mean_and_sd, number, overview
+from tunery.benchmarks.reporting.words import (
+    MINUS,
+    NONE,
+    Conclusion,
+    conclusions,
+    headline,
+    mean_and_sd,
+    number,
+    overview,
+)
 from tunery.benchmarks.results import ResultError, read_results, sealed
 
 
@@ -125,6 +134,22 @@ def test_conclusions(tmp_path: Path, cells: Callable[..., Any]):
     )
     assert found["lora"].text.startswith(f"{MINUS}4.00 points against fine_tune")
     assert re.search(r"no difference shown: \+0\.20 points .* 5 seeds can show \d\.\d\d points", str(found["mixout"]))
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "tasks", "says"),
+    [
+        ("better open", 4, "On average over 4 tasks, a is better than z; no difference to it is shown of b."),
+        ("better better worse", 1, "a and b are better than z; c is worse than z."),
+        ("open open open", 1, "No difference to z is shown of a, b and c."),
+        ("few few", 1, "Too few seeds have run to tell a and b from z."),
+        ("none", 2, "On average over 2 tasks, nothing could be compared."),
+    ],
+)
+def test_headline(verdicts: str, tasks: int, says: str):
+    """One sentence says who differs; a method's name keeps its first letter."""
+    found = [Conclusion(name, verdict, "") for name, verdict in zip("abc", verdicts.split(), strict=False)]
+    assert headline(found, "z", tasks) == says
 
 
 def test_seed_without_a_score_is_said(table: Any):

@@ -1,0 +1,281 @@
+"""The story of a federation: options -> data, clients, server -> rounds -> result. ``federate`` is what ``tunery federate`` does."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import secrets
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import set_seed
+
+from ...registry.errors import RecipeError
+from ..artifacts import MANIFEST, versions, write_json
+from ..data import DataArguments, TaskData, encode, load_tasks
+from ..data.loading import FILE_TYPES, load_splits, quiet, sample
+from ..models import load_model, load_processor
+from ..recipe import choose
+from ..run import RESULT, check_writable, peak_memory, refuse_mixing, remove, stored_parameters
+from ..sharding import parameter_counts
+from .arguments import FederatedArguments, FederatedOptions
+from .checkpoint import LOG, ROUNDS, Checkpoints, Progress, RoundLog
+from .cost import Cost, predict
+from .engine import Engine, InProcess
+from .partition import Indices, label_counts, partition, plot_partition
+from .pictures import CURVE, plot_rounds
+from .protection import Protection
+from .resident import Resident
+from .rounds import Rounds
+from .server import Server
+from .worker import ClientWorker
+
+PARTITION = "partition.png"
+_EARLIER = (MANIFEST, RESULT, LOG, CURVE, PARTITION, ROUNDS, "checkpoint-*", "*.safetensors", "adapter_config.json")
+_SERVER_ROWS, _NOISE, _DISTILLING = 5, 6, 7  # streams of the seed; partition and rounds use the others
+
+
+@dataclass(frozen=True)
+class Federation:
+    """Everything a federation consists of before its first round.
+
+    Attributes:
+        resident: the prepared model of this process.
+        data: the task and its rows as text.
+        client_rows: the training rows of each client, encoded.
+        parts: their numbers.
+        validation: the rows that evaluate the server.
+        server_rows: the server's own, or ``None``.
+        full: the model as loaded.
+    """
+
+    resident: Resident
+    data: TaskData
+    client_rows: Sequence[Any]
+    parts: Sequence[Indices]
+    validation: Any
+    server_rows: Any
+    full: Any
+
+    def cost(self, options: FederatedOptions) -> Cost:
+        """Return what a client's round is predicted to cost."""
+        return predict(self.resident, self.client_rows, options)
+
+
+Connect = Callable[[Federation, FederatedOptions], Engine]
+
+
+def federate(options: FederatedOptions, connect: Connect | None = None) -> dict[str, Any]:
+    """Run a federation, evaluate and save it; return what ``result.json`` holds.
+
+    Args:
+        options: its arguments.
+        connect: makes the engine; default: clients one after another in this process.
+
+    Raises:
+        TuneryError: anything a user can mend. What finished rounds came to is kept, and can be resumed.
+    """
+    args, output_dir = options.run.training, options.output_dir
+    choose(args.strategy, args.regularizers)  # a wrong name should cost no loading of models
+    check_writable(output_dir)
+    earlier = []
+    if not args.resume_from_checkpoint:
+        earlier = refuse_mixing(output_dir, _EARLIER, options.run.run.overwrite_output_dir)
+    federation = assemble(options)
+    resident = federation.resident
+    server = Server(resident, federation.full, federation.validation, federation.server_rows, secrets.token_hex(8))
+    remove(earlier)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    checkpoints = Checkpoints(output_dir, options.given)
+    progress = checkpoints.load(server)
+    if progress is None:
+        _picture(federation, options)
+        progress = Progress(distilled=server.distill(_derived(args.seed, _DISTILLING)))
+    predicted = federation.cost(options)
+    engine = (connect or in_process)(federation, options)
+    gc.collect()
+    gc.freeze()  # a Trainer collects garbage for each client: it need not walk through all that was there before
+    try:
+        rounds = Rounds(
+            server,
+            engine,
+            options.federated,
+            learning_rate=args.learning_rate,
+            seed=options.run.training.seed,
+            checkpoints=checkpoints,
+            log=RoundLog(output_dir / LOG),
+        )
+        rows = rounds.run(progress)
+    finally:
+        gc.unfreeze()
+        engine.close()
+    return _finish(federation, server, options, rows, progress, predicted)
+
+
+def assemble(options: FederatedOptions) -> Federation:
+    """Load data and model, deal the rows out, prepare the model.
+
+    Raises:
+        TuneryError: anything that cannot be loaded or does not go together.
+    """
+    args, federated = options.run.training, options.federated
+    seed = args.seed
+    set_seed(seed)
+    (data,) = load_tasks(options.run.data, seed=seed if args.data_seed is None else args.data_seed)
+    run = options.run.run
+    processor = load_processor(run.model_name_or_path, data.task, run.model_revision)
+    encoded = encode(data, processor)
+    labels = data.splits["train"]["labels"][:] if data.task.label_names else None
+    keep, own = _server_share(len(encoded.train), federated, seed)
+    parts = partition(
+        len(keep),
+        None if labels is None else [labels[index] for index in keep],
+        num_clients=federated.num_clients,
+        how=federated.partition,
+        alpha=federated.alpha,
+        seed=seed,
+    )
+    parts = [keep[part] for part in parts]
+    server_rows = _select(encoded.train, own) if len(own) else _server_data(federated, data, processor, seed)
+    model = load_model(run.model_name_or_path, data.task, run.model_revision, run.dtype)
+    resident = Resident(model, data.task, processor, encoded.data_collator, options.run)
+    aligns = resident.proxy is not None and resident.proxy.realign_every > 0
+    if aligns and federated.noise_multiplier and federated.statistics_clip_norm is None:
+        raise RecipeError("noise on statistics counts in clip norms", remedy="give statistics_clip_norm")
+    return Federation(
+        resident=resident,
+        data=data,
+        client_rows=[_select(encoded.train, part) for part in parts],
+        parts=parts,
+        validation=encoded.validation,
+        server_rows=server_rows,
+        full=model,
+    )
+
+
+def in_process(federation: Federation, options: FederatedOptions) -> Engine:
+    """Return the engine whose clients are all in this process."""
+    federated, seed = options.federated, options.run.training.seed
+    protection = protection_of(federated)
+    width = len(str(federated.num_clients - 1))
+    workers = {}
+    for number, rows in enumerate(federation.client_rows):
+        name = f"client-{number:0{width}d}"
+        workers[name] = ClientWorker(name, federation.resident, rows, protection, _derived(seed, _NOISE, number))
+    return InProcess(workers)
+
+
+def protection_of(federated: FederatedArguments) -> Protection:
+    """Return what clients do to their numbers."""
+    return Protection(
+        clip_norm=federated.clip_norm,
+        statistics_clip_norm=federated.statistics_clip_norm,
+        noise_multiplier=federated.noise_multiplier,
+    )
+
+
+def _derived(seed: int, *stream: int) -> int:
+    return int(np.random.SeedSequence([seed, *stream]).generate_state(1)[0])
+
+
+def _select(rows: Any, indices: Indices) -> Any:
+    if hasattr(rows, "select"):
+        return rows.select(indices)
+    return torch.utils.data.Subset(rows, indices.tolist())
+
+
+def _server_share(size: int, federated: FederatedArguments, seed: int) -> tuple[Indices, Indices]:
+    """Return the numbers of the rows that clients get, and of those the server has instead."""
+    order = np.random.default_rng([seed, _SERVER_ROWS]).permutation(size)
+    count = round(federated.server_fraction * size)
+    own = order[:count][: federated.max_server_samples]
+    return np.sort(order[count:]), np.sort(own)
+
+
+def _server_data(federated: FederatedArguments, data: TaskData, processor: Any, seed: int) -> Any:
+    """Return the server's own rows, encoded as the task's; of another data set the column ``text`` counts."""
+    source = federated.server_data
+    if source is None:
+        return None
+    is_file = Path(source).suffix.lower() in FILE_TYPES
+    arguments = (
+        DataArguments(train_file=source)
+        if is_file
+        else DataArguments(dataset_name=source, dataset_config_name=federated.server_data_config_name)
+    )
+    with quiet():
+        rows = sample(load_splits(arguments)["train"], federated.max_server_samples, seed)
+    columns = dataclasses.replace(data.columns, label=None)
+    wanted = (columns.image,) if columns.image else columns.text
+    if not columns.image and not set(wanted) <= set(rows.column_names) and "text" in rows.column_names:
+        columns = dataclasses.replace(columns, text=("text",))
+        wanted = columns.text
+    missing = [name for name in wanted if name not in rows.column_names]
+    if missing:
+        raise RecipeError(
+            f"server_data={source!r} has no column {missing[0]!r}", known=rows.column_names, remedy="or a column text"
+        )
+    rows = rows.select_columns(list(wanted))
+    splits = type(data.splits)({"train": rows, "validation": rows.select(range(1))})
+    return encode(dataclasses.replace(data, splits=splits, columns=columns), processor).train
+
+
+def _picture(federation: Federation, options: FederatedOptions) -> None:
+    task, federated = federation.data.task, options.federated
+    if not task.label_names:
+        return
+    labels = federation.data.splits["train"]["labels"][:]
+    counts = label_counts(federation.parts, labels, task.num_labels)
+    how = f"Dirichlet({federated.alpha:g})" if federated.partition == "dirichlet" else "IID"
+    title = f"{task.name}: {how}, {federated.num_clients} clients"
+    plot_partition(counts, task.label_names, options.output_dir / PARTITION, title)
+
+
+def _finish(
+    federation: Federation,
+    server: Server,
+    options: FederatedOptions,
+    rows: Sequence[Mapping[str, Any]],
+    progress: Progress,
+    predicted: Cost,
+) -> dict[str, Any]:
+    """Write weights, manifest, curve and ``result.json``."""
+    resident, output_dir, task = federation.resident, options.output_dir, federation.data.task
+    metrics = rows[-1]["metrics"]
+    resident.load(server.adapter)
+    resident.trainer.save_model()
+    traffic, left_out = Counter[str](), Counter[str]()
+    for row in rows:
+        traffic.update(row["bytes"])
+        left_out.update(row["left_out"].keys())
+    result = {
+        "task": task.name,
+        "metrics": metrics,
+        "main_metrics": [task.metrics[0]],
+        "train_loss": rows[-1]["loss"],
+        "rounds": len(rows),
+        "clients": options.federated.num_clients,
+        "examples": {name: len(split) for name, split in federation.data.splits.items()},
+        "parameters": parameter_counts(resident.model) | {"stored": stored_parameters(output_dir)},
+        "bytes": dict(traffic),
+        "left_out": dict(left_out),
+        "distilled": progress.distilled,
+        "cost": predicted.beside(rows),
+        "client_seconds": sum(row["client_seconds"] for row in rows),
+        "seconds": sum(row["seconds"] for row in rows),
+        "peak_memory_bytes": peak_memory(),
+        "seed": resident.trainer.run.seed,
+        "plugins": resident.trainer.recipe.describe(),
+        "base_model": options.run.run.model_name_or_path,
+        "versions": versions(),
+    }
+    plot_rounds(
+        rows, output_dir / CURVE, f"{task.name}: {options.run.training.strategy or 'as given'}", task.metrics[0]
+    )
+    write_json(output_dir / RESULT, result)
+    return result

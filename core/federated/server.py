@@ -1,0 +1,159 @@
+"""What the server keeps: the adapter, the model it is evaluated in, and with a ``ProxyStrategy`` the stand-in and its versions.
+
+Every client gets the adapter in every round. Of the stand-in's frozen part a node gets what it lacks: all of it once, and later
+the slices that an alignment changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import set_seed
+
+from ...registry.errors import FederationError
+from ..data.metrics import add_perplexity
+from .payload import Payload, grouped
+from .resident import Resident
+from .rows import NoRows
+from .stand_in import Changes, everything, find_changes, merge, pack
+from .worker import ADAPTER
+
+_TIMING = ("runtime", "samples_per_second", "steps_per_second")
+
+
+class Server:
+    """The server's side of every round.
+
+    Args:
+        resident: the prepared model; in one process with the clients, theirs too.
+        full: the model as loaded, which a ``ProxyStrategy`` plugs its adapter into.
+        validation: encoded rows that evaluate it.
+        rows: the server's own rows, looked at without labels; ``None`` if it has none.
+        run_id: tells this federation's versions from another one's.
+    """
+
+    def __init__(self, resident: Resident, full: nn.Module, validation: Any, rows: Any, run_id: str) -> None:
+        self.resident = resident
+        self.adapter = resident.state()
+        self.run_id = run_id
+        self.changes: list[Changes] = []
+        self._full = full if resident.proxy is not None else None
+        self._validation = validation
+        self._rows = rows
+        self._has: dict[str, str] = {}
+        self._evaluator: transformers.Trainer | None = None
+
+    @property
+    def version(self) -> str:
+        """The version of everything but the adapter: of a stand-in one that counts on, else the base model's."""
+        if self.resident.proxy is None:
+            return self.resident.fingerprint
+        return f"{self.run_id}:{len(self.changes)}"
+
+    @property
+    def realign_every(self) -> int:
+        """Rounds between two alignments; 0 for never."""
+        return 0 if self.resident.proxy is None else self.resident.proxy.realign_every
+
+    def meet(self, replies: Mapping[str, Payload]) -> None:
+        """Learn what nodes have, from what they describe.
+
+        Raises:
+            FederationError: a node has another base model.
+        """
+        for node, reply in replies.items():
+            version = str(reply.scalars.get("version", ""))
+            if self.resident.proxy is None and version != self.version:
+                raise FederationError(
+                    f"client {node} has another base model than the server: {version[:12]} instead of "
+                    f"{self.version[:12]}",
+                    remedy="give every client the model the server has",
+                )
+            self._has[node] = version
+
+    def request(self, node: str, scalars: Mapping[str, Any]) -> Payload:
+        """Return what ``node`` needs to train: the adapter, and what it lacks."""
+        has = self._has.get(node, "")
+        run_id, _, number = has.partition(":")
+        missing: Changes = {}
+        if self.resident.proxy is not None:
+            known = run_id == self.run_id
+            missing = merge(self.changes[int(number) :]) if known else everything(self.resident.frozen())
+            has = has if known else ""
+        arrays = {**grouped(ADAPTER, self.adapter), **pack(self.resident.frozen() if missing else {}, missing)}
+        return Payload(arrays, {**scalars, "version": self.version, "from_version": has})
+
+    def heard(self, node: str, accepted: bool) -> None:
+        """Remember what a node has now; of one whose answer did not count, nothing is known."""
+        if accepted:
+            self._has[node] = self.version
+        elif self.resident.proxy is not None:
+            self._has.pop(node, None)
+
+    # ---- the stand-in
+
+    def _batches(self, seed: int) -> Iterable[Mapping[str, Any]]:
+        if self._rows is None:
+            return NoRows()
+        size = self.resident.trainer.args.per_device_train_batch_size
+        return self.resident.batches(self._rows, size, seed)
+
+    def distill(self, seed: int) -> dict[str, float]:
+        """Bring an untrained stand-in closer to the model; return what was measured."""
+        proxy = self.resident.proxy
+        if proxy is None or self._full is None:
+            return {}
+        set_seed(seed)
+        measured = proxy.distill(self._full, self.resident.model, self._batches(seed), self.resident.trainer.run)
+        self.adapter = self.resident.state()
+        return dict(measured)
+
+    def _plug_in(self) -> nn.Module:
+        proxy = self.resident.proxy
+        assert proxy is not None and self._full is not None
+        self.resident.load(self.adapter)
+        self._full = proxy.plug_in(self._full, self.resident.model, self.resident.trainer.run)
+        return self._full
+
+    def realign(self, statistics: Mapping[str, torch.Tensor], seed: int) -> dict[str, float]:
+        """Bring the stand-in closer again, the adapter in both models; return what was measured."""
+        proxy = self.resident.proxy
+        assert proxy is not None
+        full = self._plug_in()
+        before = {name: value.clone() for name, value in self.resident.frozen().items()}
+        set_seed(seed)
+        run, batches = self.resident.trainer.run, self._batches(seed)
+        measured = proxy.realign(full, self.resident.model, statistics, batches, run)
+        self.changes.append(find_changes(before, self.resident.frozen()))
+        return dict(measured)
+
+    # ---- evaluation
+
+    def evaluate(self) -> dict[str, float]:
+        """Return the metrics of the model with the adapter in it: of a ``ProxyStrategy`` the full model."""
+        if self.resident.proxy is None:
+            self.resident.load(self.adapter)
+            metrics = self.resident.trainer.evaluate(eval_dataset=self._validation)
+        else:
+            metrics = self._evaluator_of(self._plug_in()).evaluate(eval_dataset=self._validation)
+        if self.resident.trainer.run.task.kind.is_language_modelling:
+            metrics = add_perplexity(metrics)
+        plain = {key.removeprefix("eval_"): value for key, value in metrics.items() if key.startswith("eval_")}
+        return {key: float(value) for key, value in plain.items() if key not in _TIMING}
+
+    def _evaluator_of(self, model: nn.Module) -> transformers.Trainer:
+        trainer = self.resident.trainer
+        if self._evaluator is None or self._evaluator.model is not model:
+            self._evaluator = transformers.Trainer(
+                model=model,
+                args=trainer.args,
+                data_collator=trainer.data_collator,
+                processing_class=trainer.processing_class,
+                compute_metrics=trainer.compute_metrics,
+            )
+            self._evaluator.remove_callback(transformers.PrinterCallback)
+        return self._evaluator

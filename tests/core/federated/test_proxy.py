@@ -1,0 +1,133 @@
+"""With a strategy whose stand-in is smaller than the model: who gets what of it when, and what comes back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tunery.core.federated.payload import Payload
+from tunery.core.federated.run import in_process
+from tunery.registry.errors import RecipeError
+
+KEYS = {"strategy": "half_width:every=2", "server_fraction": 0.25, "num_rounds": 5, "client_fraction": 0.5}
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "rounds.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+class Watched:
+    """An engine that keeps what the server sent, by node."""
+
+    def __init__(self, federation: Any, options: Any) -> None:
+        self.engine = in_process(federation, options)
+        self.at_once = 1
+        self.resident = federation.resident
+        self.sent: list[tuple[str, Payload]] = []
+
+    def nodes(self):
+        return self.engine.nodes()
+
+    def exchange(self, op, requests, timeout):
+        if op == "train":
+            self.sent += requests.items()
+        return self.engine.exchange(op, requests, timeout)
+
+    def close(self):
+        self.engine.close()
+
+
+@pytest.fixture(scope="module")
+def watched(half_width, run_federation, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Watched]:
+    folder = tmp_path_factory.mktemp("proxy") / "run"
+    engines: list[Watched] = []
+    result = run_federation(folder, lambda *parts: engines.append(Watched(*parts)) or engines[0], **KEYS)
+    return folder, result, engines[0]
+
+
+def test_aligned_before_and_during(watched: tuple[Path, Any, Watched]):
+    """Before the first round on the server's rows, and after every second one but the last on what its clients told."""
+    folder, result, _ = watched
+    assert result["distilled"] == {"rows": 11.0}
+    rows = rows_of(folder)
+    assert ["aligned" in row for row in rows] == [False, True, False, True, False]
+    assert all((row["bytes"].get("up_statistics", 0) > 0) == ("aligned" in row) for row in rows)
+    assert all(row["aligned"]["tokens"] > row["rows"] for row in rows if "aligned" in row)
+
+
+def test_what_of_the_stand_in_travels(watched: tuple[Path, Any, Watched]):
+    """All of it to a node that has nothing, changed rows to one that lacks these, nothing to one that is up to date."""
+    _, _, engine = watched
+    whole = sum(value.nbytes for value in engine.resident.frozen().values())
+    rows = 2 * 2 * 16 * 4 + 2 * 2 * 4  # two layers, two rows of sixteen numbers in each, and the rows' numbers
+    has: dict[str, int] = {}
+    for number, (node, message) in enumerate(engine.sent):
+        version = int(str(message.scalars["version"]).split(":")[1])
+        size = message.nbytes("frozen") + message.nbytes("indices")
+        assert version == number // 3 // 2
+        assert size == (whole if node not in has else rows if has[node] < version else 0)
+        has[node] = version
+    assert {message.nbytes("indices") > 0 for _, message in engine.sent} == {True, False}
+
+
+def test_what_travels_is_what_the_server_has(half_width, run_federation, watched: Any, tmp_path: Path):
+    """Clients on models of their own, which get the stand-in by message alone, come to the same bits."""
+    from tunery.core.federated.run import assemble
+
+    def apart(federation: Any, options: Any) -> Any:
+        engine = in_process(federation, options)
+        for worker in engine.workers.values():
+            worker._resident = assemble(options).resident
+            with torch.no_grad():
+                for value in worker._resident.frozen().values():
+                    value.zero_()
+        return engine
+
+    run_federation(tmp_path / "run", apart, **KEYS)
+    for name in ("adapter.safetensors", "stand_in.safetensors"):
+        one, other = (load_file(folder / "rounds" / "round-00005" / name) for folder in (watched[0], tmp_path / "run"))
+        assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_a_client_of_another_version_is_left_out(half_width, run_federation, tmp_path: Path):
+    """One that lost its stand-in says so, is left out of that round, and gets all of it the next time."""
+    forgot: list[str] = []
+
+    class Forgetful(Watched):
+        def exchange(self, op, requests, timeout):
+            if op == "train" and "client-0" in requests and requests["client-0"].scalars["from_version"] and not forgot:
+                self.engine.workers["client-0"].version = ""
+                forgot.append("client-0")
+            return super().exchange(op, requests, timeout)
+
+    engines: list[Watched] = []
+    keys = {**KEYS, "client_fraction": 1.0, "num_clients": 2}
+    run_federation(tmp_path / "run", lambda *parts: engines.append(Forgetful(*parts)) or engines[0], **keys)
+    rows = rows_of(tmp_path / "run")
+    assert rows[1]["left_out"] == {"client-0": "failed with FederationError"}
+    assert all(row["left_out"] == {} for row in (rows[0], *rows[2:]))
+    whole = sum(value.nbytes for value in engines[0].resident.frozen().values())
+    sizes = [message.nbytes("frozen") for node, message in engines[0].sent if node == "client-0"]
+    assert sizes.count(whole) == 2 and len(sizes) == 5
+
+
+def test_a_server_without_rows_is_told(half_width, run_federation, tmp_path: Path):
+    """The strategy asks for the server's rows, and there are none."""
+    with pytest.raises(RecipeError, match="give server_data or server_fraction"):
+        run_federation(tmp_path / "run", **{**KEYS, "server_fraction": 0.0})
+
+
+def test_server_data_from_a_file(half_width, run_federation, tmp_path: Path):
+    """Rows of the server's own, without labels, from a file; with noise, statistics need a clip norm of their own."""
+    own = tmp_path / "own.jsonl"
+    own.write_text("".join(json.dumps({"text": "a b c"}) + "\n" for _ in range(7)), encoding="utf-8")
+    keys = {**KEYS, "server_fraction": 0.0, "server_data": str(own), "num_rounds": 1}
+    assert run_federation(tmp_path / "run", **keys)["distilled"] == {"rows": 7.0}
+    assert run_federation(tmp_path / "few", **keys, max_server_samples=5)["distilled"] == {"rows": 5.0}
+    with pytest.raises(RecipeError, match="give statistics_clip_norm"):
+        run_federation(tmp_path / "noise", **keys, clip_norm=1.0, noise_multiplier=0.1)
