@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tunery.benchmarks.suite import read_suite, select, shipped_suites, with_methods, write_suite
+from tunery.core.federated.arguments import build_federated_options
 from tunery.core.options import build_options
 from tunery.core.recipe import choose
 from tunery.registry.errors import RecipeError, TuneryError
@@ -54,7 +55,8 @@ def test_data_folder_is_asked_for(place: Any):
 def test_shipped_suites_can_be_run(name: str, tmp_path: Path):
     """Every cell's keys make options, its plugins and their options exist, and only placeholders name files."""
     for cell in read_suite(name).model_copy(update={"seeds": [0]}).cells({}, str(tmp_path)):
-        options = build_options({**cell.keys, "output_dir": str(tmp_path), "use_cpu": True})
+        keys = {**cell.keys, "output_dir": str(tmp_path), "use_cpu": True}
+        options = build_federated_options(keys).run if cell.command == "federate" else build_options(keys)
         choose(options.training.strategy, options.training.regularizers, options.training.probes)
         assert cell.suite == name
 
@@ -116,6 +118,16 @@ def test_suite_file_of_the_results(place: Any):
     assert [item["name"] for item in content["tasks"]] == ["first", "second"]
     assert content["seeds"] == [0, 1, 5]
     assert content["reference"] == {"source": "a paper"}
+
+
+def test_quoted_tables_are_whole():
+    """Every quoted row has a cell a column; a method that is run has a row, so that the two stand side by side."""
+    quoting = [suite for name in shipped_suites() if (suite := read_suite(name)).reference]
+    assert len(quoting) == 17
+    for suite in quoting:
+        columns, rows = suite.reference["columns"], suite.reference["rows"]
+        assert {len(row) for row in rows.values()} == {len(columns)}
+        assert suite.methods.keys() <= rows.keys()
 
 
 @pytest.mark.parametrize("number", [2, 3, 4, 5])
