@@ -187,9 +187,10 @@ def _seeds(text: str) -> list[int]:
         numbers = [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
         numbers = []
-    if not numbers or min(numbers) < 0:
-        raise RecipeError(f"--seeds {text}", remedy="give how many, for example 5, or which: 0,4,7")
-    return numbers if "," in text else list(range(numbers[0]))
+    chosen = numbers if "," in text or not numbers else list(range(numbers[0]))
+    if not chosen or min(chosen) < 0:
+        raise RecipeError(f"--seeds {text}", remedy="give how many, for example 5, or which: 0,4,7 (one alone: 3,)")
+    return chosen
 
 
 def _repeated(context: typer.Context, options: dict[str, Any]) -> list[str]:

@@ -124,7 +124,7 @@ def compare_runs(results: Results, other: Results) -> list[Versus]:
     for task in tasks:
         if metric_of(results, task) != metric_of(other, task):
             raise ResultError(
-                f"task {task!r} is scored by {metric_of(results, task)} here and by {metric_of(other, task)} there",
+                f"task {task!r} is scored by {metric_of(results, task)[0]} here and by {metric_of(other, task)[0]} there",
                 owner=str(other.folder),
             )
     ours, theirs = scores_of(results), scores_of(other)

@@ -67,7 +67,9 @@ def html_score_table(laid: Grid, caption: str, table: Standings | None = None) -
 
 
 def _cell(cell: Cell, column: str) -> str:
-    names = " ".join(filter(None, [_PLACES[cell.place], "mean-of-tasks" if column.lower() in (AVERAGE, "avg") else ""]))
+    names = " ".join(
+        filter(None, [_PLACES[cell.place], "mean-of-tasks" if column.lower() in (AVERAGE, "avg", "avg.") else ""])
+    )
     shade = ""
     if cell.steadier:
         colour = "--green" if cell.steadier > 0 else "--red"

@@ -73,8 +73,8 @@ table.dense { font-size: .8rem; }
 .chip { display: inline-block; width: .8em; height: .8em; border-radius: 3px; margin-right: .45em; vertical-align: -.05em; }
 .legend { display: flex; flex-wrap: wrap; gap: .2em 1.4em; font-size: .88rem; margin: .6rem 0 .2rem; }
 .shade { display: inline-block; width: 9em; height: .8em; border-radius: 3px; vertical-align: -.05em; margin: 0 .5em; }
-figure { margin: .8rem 0 0; max-width: 1120px; }
-figure svg { display: block; width: 100%; height: auto; overflow: visible; }
+figure { margin: .8rem 0 0; max-width: 1120px; overflow-x: auto; }
+figure svg { display: block; width: 100%; height: auto; min-width: 620px; }
 figure.narrow { max-width: 780px; }
 figcaption { color: var(--soft); font-size: .87rem; max-width: 56em; margin-top: .3rem; }
 details { margin: 1rem 0; }

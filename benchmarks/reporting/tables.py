@@ -99,7 +99,7 @@ def summary_rows(table: Standings) -> list[tuple[str, ...]]:
 
 
 def _p(value: float | None) -> str:
-    return NONE if value is None else "< 0.001" if value < 0.001 else f"{value:.3f}"
+    return NONE if value is None else "< 0.001" if value < 0.001 else f"{value:.3g}"
 
 
 def markdown(table: Standings, notes: Sequence[str]) -> str:
