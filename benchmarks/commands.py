@@ -55,14 +55,16 @@ def bench(
 ) -> None:
     """Run tasks x methods x seeds. What is done stays done; further flags are recipe keys for every cell."""
     from ..core.console import calm
+    from ..core.federated.arguments import FederatedArguments
     from ..core.options import read_flags
     from ..registry.loading import load_plugins
     from .suite import read_suite, select, with_methods, write_suite
 
     calm()
     catalog = load_plugins().catalog
-    flags = read_flags(context.args)
-    chosen, names = with_methods(read_suite(suite), _split(methods), catalog)
+    whole = read_suite(suite)
+    flags = read_flags(context.args, more=(FederatedArguments,) if whole.command == "federate" else ())
+    chosen, names = with_methods(whole, _split(methods), catalog)
     ran = chosen.model_copy(update={"seeds": _seeds(seeds)} if seeds else {})
     place = None if data_dir is None else str(data_dir.expanduser().resolve())
     cells = [cell for cell in ran.cells(flags, place) if cell.method in names]
