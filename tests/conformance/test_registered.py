@@ -124,6 +124,36 @@ class TestHessianByDifferences(ProbeLaws):
     stages = ("zero3",)
 
 
+class TestFeatureDrift(ProbeLaws):
+    plugin = "feature_drift"
+    stages = ("ddp", "zero3")
+
+
+class TestNoiseStability(ProbeLaws):
+    plugin = "noise_stability:draws=1,sigma=0.1"
+    stages = ("ddp", "zero3")
+    strategies = ("full",)
+
+
+class TestApoz(ProbeLaws):
+    plugin = "apoz:threshold=0.1"
+    stages = ("ddp", "zero3")
+    strategies = ("full",)
+
+
+class TestClassPerplexity(ProbeLaws):
+    plugin = "class_perplexity"
+    stages = ("ddp", "zero3")
+    strategies = ("full",)
+
+
+class TestDataPerturbation(ProbeLaws):
+    plugin = "data_perturbation:leave_one_out=3,reruns=2,share=0.2"
+    models = ("bert_classifier", "vit_classifier", "llama_causal_lm")
+    stages = ("ddp", "zero3")
+    strategies = ("head",)
+
+
 class TestGradientGap(ProbeLaws):
     plugin = "gradient_gap"
     strategies = (
