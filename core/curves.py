@@ -15,6 +15,7 @@ from .points import Point, axis_of
 from .probe_points import Measured
 
 RESULTS = "results.json"
+UNPERTURBED_TOO = "; so does the model as it is, which is not fragility"
 _PLACES = ("gamma", "draw")  # what rows of a perturbation say: its strength, 0 for none, and which draw it was
 
 
@@ -118,10 +119,21 @@ def sentences(measured: Sequence[Measured]) -> list[str]:
     if curve is None or len(done) < 2:
         return []
     at, unit = places([one.point for one in done])
-    return [
-        f"{curve.metric} at gamma {gamma:g}: {found.sentence(unit)} ({found.draws} draws)"
-        for gamma, found in inflections(curve, at).items()
-    ]
+    said = []
+    for gamma, found in inflections(curve, at).items():
+        line = f"{curve.metric} at gamma {gamma:g}: {found.sentence(unit)} ({found.draws} draws)"
+        said.append(line + (UNPERTURBED_TOO if base_degrades(found, at, curve.base, curve.metric) else ""))
+    return said
+
+
+def base_degrades(found: Inflection, at: Sequence[float], base: Sequence[float], metric: str) -> bool:
+    """Whether the unmodified model is worse at the last point than where the modified one turns: then it is no fragility."""
+    if found.at is None:
+        return False
+    turned, last = (
+        np.mean([y for x, y in zip(at, base, strict=True) if x == place]) for place in (found.at, found.last)
+    )
+    return bool(last > turned if lower_is_better(metric) else last < turned)
 
 
 def summary(measured: Sequence[Measured]) -> dict[str, Any]:
@@ -187,5 +199,13 @@ def _draw_perturbed(figure: Any, curve: Perturbed, at: Sequence[float], unit: st
 def _place(axes: Any, unit: str, at: Sequence[float]) -> None:
     axes.set(xlabel=unit)
     axes.grid(alpha=0.3)
+    mark_places(axes, unit, at)
+
+
+def mark_places(axes: Any, unit: str, at: Sequence[float]) -> None:
+    """Scale the axis by factors where points are far apart, and label it at the points where these are few."""
     if unit != "models" and min(at) > 0 and max(at) > 4 * min(at):
         axes.set_xscale("log")
+    if len(set(at)) <= 10:
+        axes.set_xticks(sorted(set(at)), [short(place) for place in sorted(set(at))])
+        axes.minorticks_off()

@@ -5,7 +5,8 @@ the metric at point r is L(r); the inflection point is the smallest r with L(r) 
 What is measured is a mean over draws (of noise, or of fine-tuning seeds), so a rise may be chance. Here an inflection point
 is the best point of the mean curve, and it is reported only where the last point is worse than an earlier one beyond noise:
 paired t-tests over draws of the last point against every earlier one, at the significance level divided by their number
-(Bonferroni). A flat curve of pure noise so gives a false alarm in at most 5 % of cases, a monotone one in fewer.
+(Bonferroni). A flat curve of pure noise so gives a false alarm in at most 5 % of cases, a monotone one in fewer. The noise is
+that of the draws: all points share the evaluation rows, and another set of rows may say otherwise.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any
 from transformers import AutoConfig, PrinterCallback, set_seed
 
 from ..registry.context import Subject, Task
-from ..registry.errors import DataError, RecipeError, TuneryError
+from ..registry.errors import CompatibilityError, DataError, RecipeError, TuneryError
 from .alignment import whole_of
 from .arguments import TrainingArguments
 from .artifacts import versions, write_json
@@ -154,7 +154,13 @@ def _changed(path: Path, inputs: Mapping[str, Any]) -> list[str] | None:
 def _measure(point: Point, chosen: Chosen, data: TaskData | None, settings: Settings) -> list[Row]:
     set_seed(settings.seed)
     with _subject(point, chosen, data, settings) as subject:
-        found = measure(chosen.plugin, subject)
+        try:
+            found = measure(chosen.plugin, subject)
+        except CompatibilityError as error:
+            if subject.evaluate is not None:
+                raise
+            remedy = "name what to evaluate on: --dataset_name, --data_files, --train_file or --validation_file"
+            raise CompatibilityError(error.asked, known=error.known, owner=point.label, remedy=remedy) from None
     name = chosen.plugin.name
     return [
         {"model": point.label, "probe": name, "name": m.name, "value": m.value, "unit": m.unit, **m.where}

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from scipy.stats import linregress
 
-from ...core.curves import places
+from ...core.curves import UNPERTURBED_TOO, base_degrades, places
 from ...core.inflection import Inflection, find_inflection, short
 from ...core.points import Point
 from .cells import Scores
@@ -109,16 +109,18 @@ class Analysis:
 
     def sentences(self) -> list[str]:
         """Return what is to be said, one finding a line."""
+        curves = {f"at learning rate {rate:g}": curve for rate, curve in self.fixed.items()}
         said = [
-            f"{metric} at learning rate {rate:g}: {curve.inflection(metric).sentence(self.unit)}"
-            for rate, curve in self.fixed.items()
-            for metric in (IN_DOMAIN, OUT_OF_DOMAIN)
-        ]
-        said += [
-            f"{metric}, learning rate tuned: {self.tuned.inflection(metric).sentence(self.unit)}"
+            f"{metric} {which}: {self._turn(curve, metric)}"
+            for which, curve in {**curves, "with the best learning rate": self.tuned}.items()
             for metric in (IN_DOMAIN, OUT_OF_DOMAIN)
         ]
         return [*said, self.distance_law(), self.scenario()]
+
+    def _turn(self, curve: Curve, metric: str) -> str:
+        found = curve.inflection(metric)
+        too = base_degrades(found, curve.at, self.base[metric], "perplexity")
+        return found.sentence(self.unit) + (UNPERTURBED_TOO if too else "")
 
     def table(self) -> list[dict[str, Any]]:
         """Return a row a checkpoint: before, and at its best learning rate."""

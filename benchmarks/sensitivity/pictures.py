@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from ...core.curves import mark_places
+from ...core.inflection import short
 from .analysis import IN_DOMAIN, OUT_OF_DOMAIN, Analysis
 
 
@@ -78,7 +80,7 @@ def _distance(figure: Any, analysis: Analysis) -> None:
     rates = list(analysis.fixed)
     for number, place in enumerate(analysis.tuned.at):
         means = [analysis.fixed[rate].distance[number].mean() for rate in rates]
-        ax.plot(rates, means, "o-", label=f"{place:.3g} {analysis.unit}")
+        ax.plot(rates, means, "o-", label=f"{short(place)} {analysis.unit}")
     ax.set(xlabel="learning rate", ylabel="L2 distance to the weights before", xscale="log", yscale="log")
     ax.grid(alpha=0.3)
     ax.legend(frameon=False, fontsize="small")
@@ -89,8 +91,6 @@ def _line(ax: Any, at: Sequence[float], values: np.ndarray[Any, Any], label: str
 
 
 def _place(ax: Any, analysis: Analysis, ylabel: str, scale: str = "log") -> None:
-    at = analysis.tuned.at
     ax.set(xlabel=analysis.unit, ylabel=ylabel, yscale=scale)
     ax.grid(alpha=0.3)
-    if analysis.unit != "models" and min(at) > 0:
-        ax.set_xscale("log")
+    mark_places(ax, analysis.unit, analysis.tuned.at)

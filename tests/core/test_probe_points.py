@@ -140,6 +140,14 @@ def test_gaussian_over_checkpoints(checkpoints: str, tmp_path: Path, cli: Cli):
     assert {row["gamma"] for row in kept if row["name"] == "loss"} == {0.0, 0.5, 5.0}
 
 
+def test_a_probe_without_its_data_asks_for_them(tiny: Any, cli: Cli):
+    """In one line, with the flags that name some."""
+    code, out, err = cli("probe", "gaussian", "--model", tiny.base)
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert "name what to evaluate on: --dataset_name" in err
+
+
 def test_data_that_do_not_fit(checkpoints: str, tmp_path: Path):
     """Text alone is language modelling, and the run is a classifier."""
     (tmp_path / "text.jsonl").write_text('{"text": "a b c"}\n' * 4, encoding="utf-8")

@@ -59,14 +59,23 @@ def test_what_is_said():
     """Inflection points at every rate and tuned, the law of the distance, the scenario."""
     found = analyse(planted(SLOW, FALLS, RISES), POINTS)
     said = found.sentences()
-    assert "out-of-domain perplexity, learning rate tuned: degrades beyond 4B tokens, 95 % 4B-4B" in said
-    assert "in-domain perplexity, learning rate tuned: none up to 16B tokens" in said
+    assert "out-of-domain perplexity with the best learning rate: degrades beyond 4B tokens, 95 % 4B-4B" in said
+    assert "in-domain perplexity with the best learning rate: none up to 16B tokens" in said
     assert said[-2].startswith("distance grows as learning rate to the 1.00 ... 1.00")
     assert "a factor of at most 1.40" in said[-2]
     assert "goes from 0.0004 to 0.0002, a factor of 0.5" in said[-1]
     assert "for 3 of 5 checkpoints the least or largest that was tried" in said[-1]
     assert found.sensitivity(4e-4)[0] == pytest.approx([9.0 - 20.0 + 0.001 * ((7 * seed) % 5) for seed in range(3)])
     assert [row["optimal learning rate"] for row in found.table()] == SLOW
+
+
+def test_a_base_that_degrades_itself_is_named():
+    """Where the checkpoint as it is gets worse too, as with repeated data, fine-tuning is not to blame."""
+    scores = planted(SLOW, FALLS, RISES)
+    for number, point in enumerate(POINTS):
+        scores[Cell(point, BASE, 0)] = Scores(validation=30.0, test=30.0, out_of_domain=20.0 + number)
+    line = "out-of-domain perplexity with the best learning rate: degrades beyond 4B tokens, 95 % 4B-4B"
+    assert f"{line}; so does the model as it is, which is not fragility" in analyse(scores, POINTS).sentences()
 
 
 def test_incomplete_checkpoints_are_left_out():
