@@ -60,6 +60,41 @@ class GaussianDirection:
         return standard_normal(parameter, f"{self.seed} {self.draw} {plain_name(name)}").mul_(self.std[name])
 
 
+class FineTuningDirection:
+    """The way from the pre-trained weights to these: theta - theta_0, of weights that are theta when it is asked for.
+
+    Args:
+        subject: what is measured.
+    """
+
+    def __init__(self, subject: Subject) -> None:
+        self._start = {name: piece for name, _, piece in subject.reference.pieces()}
+        self._sharding = subject.run.sharding
+
+    def names(self) -> frozenset[str]:
+        """Return the parameters that train."""
+        return frozenset(self._start)
+
+    def of(self, name: str, parameter: nn.Parameter) -> torch.Tensor:
+        """Return how far one parameter has come."""
+        import torch
+
+        wide = torch.promote_types(parameter.dtype, torch.float32)
+        return parameter.detach().to(wide) - self.start(name, parameter).to(wide)
+
+    def start(self, name: str, parameter: nn.Parameter) -> torch.Tensor:
+        """Return the pre-trained value of a parameter that is gathered."""
+        import torch
+
+        start = self._start[name].to(parameter.device)
+        if self._sharding.zero_stage == 3:
+            places = self._sharding.local_of(parameter, torch.arange(parameter.numel(), device=parameter.device))
+            whole = torch.zeros(parameter.numel(), dtype=start.dtype, device=parameter.device)
+            whole[places] = start
+            start = self._sharding.sum_shards(whole)
+        return start.view(parameter.shape)
+
+
 def standard_normal(parameter: torch.Tensor, key: str) -> torch.Tensor:
     """Return standard normal numbers of a parameter's full shape, the same whenever ``key`` and the device are the same."""
     import torch
@@ -87,8 +122,12 @@ def _like(parameter: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype]:
 def _generator(parameter: torch.Tensor, key: str) -> torch.Generator:
     import torch
 
-    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
-    return torch.Generator(parameter.device).manual_seed(int.from_bytes(digest) % 2**63)
+    return torch.Generator(parameter.device).manual_seed(seed_of(key))
+
+
+def seed_of(key: str) -> int:
+    """Return a seed that depends on a text alone."""
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest()) % 2**63
 
 
 def gaussian_stds(subject: Subject, sigma: Sigma, probe: str) -> dict[str, float]:
@@ -137,6 +176,20 @@ def shifted(subject: Subject, direction: Direction, amount: float) -> Iterator[N
         for name, parameter in moving.items():
             with sharding.written([parameter]), torch.no_grad():
                 parameter.add_(direction.of(name, parameter), alpha=amount)
+        yield
+
+
+@contextmanager
+def pretrained(subject: Subject) -> Iterator[None]:
+    """Inside, the parameters that train have their pre-trained values, to the bit."""
+    import torch
+
+    sharding, way = subject.run.sharding, FineTuningDirection(subject)
+    moving = {name: parameter for name, parameter in subject.model.named_parameters() if name in way.names()}
+    with sharding.perturbed(moving.values()):
+        for name, parameter in moving.items():
+            with sharding.written([parameter]), torch.no_grad():
+                parameter.copy_(way.start(name, parameter))
         yield
 
 

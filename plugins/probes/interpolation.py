@@ -18,11 +18,10 @@ from ...registry.context import Measurement, Subject, Support
 from ...registry.contracts import Probe
 from ...registry.hookspecs import hookimpl
 from ..landscape import Landscape, dot, method_for
-from ..perturbation import Direction, GaussianDirection, Sigma, gaussian_stds, shifted
+from ..perturbation import Direction, FineTuningDirection, GaussianDirection, Sigma, gaussian_stds, shifted
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
 
 class Interpolation(Probe):
@@ -86,32 +85,9 @@ class Interpolation(Probe):
 
     def _direction(self, subject: Subject) -> Direction:
         if self.config.direction == "fine_tuning":
-            return _FineTuning(subject)
+            return FineTuningDirection(subject)
         seed = subject.run.seed if self.config.seed is None else self.config.seed
         return GaussianDirection(std=gaussian_stds(subject, self.config.sigma, self.name), seed=seed)
-
-
-class _FineTuning:
-    """theta - theta_0, for weights that are theta when they are asked about."""
-
-    def __init__(self, subject: Subject) -> None:
-        self._start = {name: piece for name, _, piece in subject.reference.pieces()}
-        self._sharding = subject.run.sharding
-
-    def names(self) -> frozenset[str]:
-        return frozenset(self._start)
-
-    def of(self, name: str, parameter: nn.Parameter) -> torch.Tensor:
-        import torch
-
-        start = self._start[name].to(parameter.device)
-        if self._sharding.zero_stage == 3:
-            places = self._sharding.local_of(parameter, torch.arange(parameter.numel(), device=parameter.device))
-            whole = torch.zeros(parameter.numel(), dtype=start.dtype, device=parameter.device)
-            whole[places] = start
-            start = self._sharding.sum_shards(whole)
-        wide = torch.promote_types(parameter.dtype, torch.float32)
-        return parameter.detach().to(wide) - start.view(parameter.shape).to(wide)
 
 
 @hookimpl

@@ -59,11 +59,11 @@ class TestProxySubFm(StrategyLaws):
 
 class TestProxySubFmAligned(StrategyLaws):
     plugin = "proxy_sub_fm:ratio=0.5,retained=[0],r=4,dropout=0,distill_steps=3"
+    models = ("bert_classifier",)
 
 
 class TestOffsite(StrategyLaws):
     plugin = "offsite:adapter_layers=[1,0],emulator_layers=0,r=4,dropout=0"
-    models = WIDE
 
 
 class TestOffsiteDistilled(StrategyLaws):
@@ -122,6 +122,36 @@ class TestHessianByDifferences(ProbeLaws):
     plugin = "hessian:draws=2,iterations=1,method=finite_difference,step=0.05"  # a short one is rounded
     models = ("bert_classifier",)
     stages = ("zero3",)
+
+
+class TestFeatureDrift(ProbeLaws):
+    plugin = "feature_drift"
+    stages = ("ddp", "zero3")
+
+
+class TestNoiseStability(ProbeLaws):
+    plugin = "noise_stability:draws=1,sigma=0.1"
+    stages = ("ddp", "zero3")
+    strategies = ("full",)
+
+
+class TestApoz(ProbeLaws):
+    plugin = "apoz:threshold=0.1"
+    stages = ("ddp", "zero3")
+    strategies = ("full",)
+
+
+class TestClassPerplexity(ProbeLaws):
+    plugin = "class_perplexity"
+    stages = ("ddp", "zero3")
+    strategies = ("full",)
+
+
+class TestDataPerturbation(ProbeLaws):
+    plugin = "data_perturbation:leave_one_out=3,reruns=2,share=0.2"
+    models = ("bert_classifier", "vit_classifier", "llama_causal_lm")
+    stages = ("ddp", "zero3")
+    strategies = ("head",)
 
 
 class TestGradientGap(ProbeLaws):

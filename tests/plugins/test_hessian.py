@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers import default_data_collator
 
 from tunery import Measurement, Subject, Task, TaskKind
 from tunery.core.anatomy import find_anatomy
@@ -163,6 +164,18 @@ def test_how_rows_are_batched_does_not_matter():
     assert [m.value for m in split] == pytest.approx([m.value for m in whole], rel=1e-9)
 
 
+def test_tokens_are_what_a_language_models_loss_is_a_mean_of():
+    """Batches whose rows have different numbers of tokens give what one batch gives."""
+    tiny = MODELS["llama_causal_lm"]
+    found = []
+    for sizes in ((8,), (1, 2, 5)):
+        ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
+        batches = [default_data_collator(tiny.rows(8)[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
+        subject = subject_of(tiny.load(base_model("llama_causal_lm", False)).double(), batches, tiny.kind)
+        found.append([m.value for m in measured(subject, draws=2, iterations=1)])
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+
+
 @pytest.mark.parametrize("name", ["bert_classifier", "llama_causal_lm"])
 def test_fused_attention_is_differentiated_twice(name: str):
     """A transformer with torch's fused attention has the curvature it has with plain attention, and by differences."""
@@ -171,9 +184,7 @@ def test_fused_attention_is_differentiated_twice(name: str):
     for attention, method in (("sdpa", "exact"), ("eager", "exact"), ("sdpa", "finite_difference")):
         model = tiny.load(base_model(name, False))
         model.set_attn_implementation(attention)
-        import transformers
-
-        halves = [transformers.default_data_collator(tiny.rows(8)[i : i + 4]) for i in (0, 4)]
+        halves = [default_data_collator(tiny.rows(8)[i : i + 4]) for i in (0, 4)]
         subject = subject_of(model, halves, tiny.kind)
         before = {key: value.clone() for key, value in model.state_dict().items()}
         found[attention, method] = [m.value for m in measured(subject, draws=2, iterations=3, method=method)]
@@ -242,15 +253,13 @@ def test_fine_tuning_direction_of_a_quadratic():
 @pytest.mark.parametrize("method", ["exact", "finite_difference"])
 def test_parabola_touches_the_loss_along_noise(method: str):
     """Near the weights the parabola's error falls with the third power of lambda, of frozen weights too."""
-    import transformers
-
     tiny = MODELS["gpt2_causal_lm"]
     torch.manual_seed(0)
     model = tiny.load(base_model("gpt2_causal_lm", False)).double()
     model.requires_grad_(False)
     task = Task(name="words", kind=TaskKind.CAUSAL_LM)
     run = make_context(model, SimpleNamespace(seed=2), [task])
-    batch = transformers.default_data_collator(tiny.rows(6))
+    batch = default_data_collator(tiny.rows(6))
     subject = Subject(model=model, run=run, reference=Snapshot(model, run.sharding), batches=lambda: [batch])
     curves, _ = line(subject, lambdas=(0.0, 0.02, 0.04, 0.08), method=method)
     assert curves["quadratic"][0.0] == pytest.approx(curves["loss"][0.0])
