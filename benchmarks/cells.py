@@ -9,7 +9,7 @@ import platform
 import shutil
 import tempfile
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,12 +18,11 @@ from ..core.artifacts import versions, write_json
 from ..registry.errors import TuneryError
 from .claims import claimed
 from .inputs import differences
+from .measuring import measure
 from .results import FORMAT, DamagedResultError, file_name, read_cell, sealed, set_aside
 from .suite import Cell
 
 WORK = ".work"
-_LOWER_IS_BETTER = ("loss", "mse", "perplexity")
-_MAJORITY = "majority"
 
 
 @dataclass(frozen=True)
@@ -131,86 +130,6 @@ def failure(error: str) -> dict[str, Any]:
         "run_info": {},
         "meta_info": {},
     }
-
-
-def measure(cell: Cell, place: Path) -> dict[str, Any]:
-    """Train and score a cell in an empty folder; return the content of its result.
-
-    Raises:
-        TuneryError: the recipe cannot be used.
-    """
-    from ..core.options import build_options
-
-    quiet = {"report_to": "none", "save_strategy": "no", "logging_strategy": "epoch", "disable_tqdm": True}
-    keys = {**quiet, **cell.keys, "baselines": [_MAJORITY]}
-    searched = {}
-    for rate in cell.protocol.learning_rates:
-        trial = {**keys, "learning_rate": rate, "do_predict": False, "output_dir": str(place / f"rate-{rate:g}")}
-        found = _train(build_options(trial))
-        searched[rate] = found["metrics"][_main(found)]
-    if searched:
-        better = max if _higher_is_better(found["main_metrics"]) else min
-        keys["learning_rate"] = better(searched, key=lambda rate: searched[rate])
-    options = build_options({**keys, "output_dir": str(place / "run")})
-    result = _train(options)
-    history = json.loads((place / "run" / "trainer_state.json").read_text(encoding="utf-8"))
-    main, on_test = _main(result), cell.protocol.scored_on == "test"
-    scored = _of_split(result, on_test=on_test)
-    majority = _of_split({**result, **result["baselines"][_MAJORITY]}, on_test=on_test).get(main)
-    return {
-        "status": "done",
-        "error": None,
-        "metrics": scored,
-        "main_metric": main,
-        "higher_is_better": _higher_is_better(result["main_metrics"]),
-        "majority": majority,
-        "curve": [[row["step"], row[f"eval_{main}"]] for row in history["log_history"] if f"eval_{main}" in row],
-        "train_info": {
-            "seconds": result["seconds"],
-            "peak_memory_bytes": result["peak_memory_bytes"],
-            "steps": history["global_step"],
-            "train_loss": result["train_loss"],
-            "parameters": result["parameters"],
-            "examples": result["examples"],
-        },
-        "run_info": {
-            "strategy": options.training.strategy,
-            "regularizers": options.training.regularizers or [],
-            "learning_rate": options.training.learning_rate,
-            "learning_rate_search": {f"{rate:g}": score for rate, score in searched.items()},
-            "validation_metrics": _of_split(result, on_test=False),
-            "recipe": dict(cell.recipe),
-        },
-        "meta_info": {"plugins": result["plugins"]},
-    }
-
-
-def _train(options: Any) -> dict[str, Any]:
-    from ..core.run import train
-
-    return train(options)
-
-
-def _main(result: Mapping[str, Any]) -> str:
-    return str(result["main_metrics"][-1])
-
-
-def _higher_is_better(main_metrics: Sequence[str]) -> bool:
-    return not main_metrics[0].endswith(_LOWER_IS_BETTER)
-
-
-def _of_split(result: Mapping[str, Any], *, on_test: bool) -> dict[str, float]:
-    """Return the metrics of the test or of the validation split, under plain names.
-
-    Those of the test split begin with ``test_``; of several tasks, what they generate with ``<task>_test_``.
-    """
-    found = {}
-    for key, value in result["metrics"].items():
-        task = next((f"{name}_" for name in result["task"].split("+") if key.startswith(f"{name}_test_")), "")
-        is_test = key.removeprefix(task).startswith("test_")
-        if is_test == on_test:
-            found[task + key.removeprefix(task).removeprefix("test_") if is_test else key] = value
-    return found
 
 
 def _circumstances() -> dict[str, Any]:

@@ -55,14 +55,16 @@ def bench(
 ) -> None:
     """Run tasks x methods x seeds. What is done stays done; further flags are recipe keys for every cell."""
     from ..core.console import calm
+    from ..core.federated.arguments import FederatedArguments
     from ..core.options import read_flags
     from ..registry.loading import load_plugins
     from .suite import read_suite, select, with_methods, write_suite
 
     calm()
     catalog = load_plugins().catalog
-    flags = read_flags(context.args)
-    chosen, names = with_methods(read_suite(suite), _split(methods), catalog)
+    whole = read_suite(suite)
+    flags = read_flags(context.args, more=(FederatedArguments,) if whole.command == "federate" else ())
+    chosen, names = with_methods(whole, _split(methods), catalog)
     ran = chosen.model_copy(update={"seeds": _seeds(seeds)} if seeds else {})
     place = None if data_dir is None else str(data_dir.expanduser().resolve())
     cells = [cell for cell in ran.cells(flags, place) if cell.method in names]
@@ -185,9 +187,10 @@ def _seeds(text: str) -> list[int]:
         numbers = [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
         numbers = []
-    if not numbers or min(numbers) < 0:
-        raise RecipeError(f"--seeds {text}", remedy="give how many, for example 5, or which: 0,4,7")
-    return numbers if "," in text else list(range(numbers[0]))
+    chosen = numbers if "," in text or not numbers else list(range(numbers[0]))
+    if not chosen or min(chosen) < 0:
+        raise RecipeError(f"--seeds {text}", remedy="give how many, for example 5, or which: 0,4,7 (one alone: 3,)")
+    return chosen
 
 
 def _repeated(context: typer.Context, options: dict[str, Any]) -> list[str]:

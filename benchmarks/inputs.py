@@ -16,7 +16,7 @@ from ..registry.catalog import Catalog
 from ..registry.selection import parse_selections
 from .suite import Cell
 
-_FILES = ("train_file", "validation_file", "test_file")
+_FILES = ("train_file", "validation_file", "test_file", "server_data")
 
 
 def inputs_of(cell: Cell, catalog: Catalog) -> dict[str, Any]:
@@ -32,6 +32,7 @@ def inputs_of(cell: Cell, catalog: Catalog) -> dict[str, Any]:
     found: dict[str, Any] = {
         "recipe": dict(cell.recipe),
         "protocol": list(cell.pieces),
+        "command": cell.command,
         "threads": cell.threads,
         "data": dict(_data(keys)),
         "model": _folder_digest(resolve(str(keys.get("model_name_or_path", ""))), ("*.json", "*.safetensors", "*.txt")),
@@ -73,7 +74,7 @@ def _data(keys: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         prefix = f"{task['name']}/" if "name" in task else ""
         for key in _FILES:
             if task.get(key):
-                yield f"{prefix}{key}", _digest(Path(task[key]))
+                yield f"{prefix}{key}", _digest(Path(task[key])) if Path(task[key]).suffix else str(task[key])
         if task.get("data_files"):
             for path in sorted(Path(task["data_files"]).expanduser().glob("*")):
                 if path.suffix.lower() in FILE_TYPES:

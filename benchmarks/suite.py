@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from annotated_types import Ge, Len
@@ -63,6 +63,7 @@ class Suite(BaseModel):
         seeds: of the cells; a number n means 0 ... n-1.
         protocol: pieces of :mod:`.protocols`; a task's or method's key ``protocol`` replaces them.
         overrides: keys for some cells.
+        command: what runs a cell: ``train``, or ``federate`` in rounds.
         threads: of torch, in every cell; another number may change the last bits of a result.
         reference: what a paper printed, for the report; never mixed with what was run.
     """
@@ -77,6 +78,7 @@ class Suite(BaseModel):
     seeds: Annotated[list[Annotated[int, Ge(0)]], Len(1), BeforeValidator(_seeds)] = [0]
     protocol: list[str] = []
     overrides: list[Override] = []
+    command: Literal["train", "federate"] = "train"
     threads: Annotated[int, Ge(1)] = 1
     reference: dict[str, Any] = {}
 
@@ -98,7 +100,7 @@ class Suite(BaseModel):
         pieces = given.pop("protocol", self.protocol)
         pieces = [pieces] if isinstance(pieces, str) else list(pieces)
         recipe = {"split_seed": 0, **read_protocol(pieces).keys, **given, **flags, "seed": seed}
-        return Cell(self.name, task, method, seed, recipe, tuple(pieces), self.threads, data_dir)
+        return Cell(self.name, task, method, seed, recipe, tuple(pieces), self.threads, self.command, data_dir)
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,7 @@ class Cell:
         recipe: the keys of its run, ``{data_dir}`` as written.
         pieces: its protocol.
         threads: of torch.
+        command: ``train`` or ``federate``.
         data_dir: what ``{data_dir}`` stands for.
     """
 
@@ -120,6 +123,7 @@ class Cell:
     recipe: Mapping[str, Any]
     pieces: Sequence[str]
     threads: int = 1
+    command: str = "train"
     data_dir: str | None = None
 
     @property
@@ -165,6 +169,7 @@ def read_suite(name: str) -> Suite:
     Raises:
         RecipeError: no such suite, or a file that is none.
     """
+    from ..core.federated.arguments import FederatedArguments
     from ..core.options import check_keys
 
     path = SHIPPED / f"{name}.yaml"
@@ -190,7 +195,8 @@ def read_suite(name: str) -> Suite:
                 remedy = "letters, digits, _ . + and single hyphens make a name"
                 raise RecipeError(f"{kind} {given!r} is no name", owner=str(path), remedy=remedy)
     parts = [suite.defaults, *suite.tasks.values(), *suite.methods.values(), *(item.keys for item in suite.overrides)]
-    check_keys((key for part in parts for key in part if key != "protocol"), owner=f"suite {path.name}")
+    owner, more = f"suite {path.name}", (FederatedArguments,) if suite.command == "federate" else ()
+    check_keys((key for part in parts for key in part if key != "protocol"), owner, more)
     return suite
 
 

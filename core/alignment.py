@@ -1,4 +1,4 @@
-"""Stand-ins of one owner: brought closer to the model before they train, on the run's own inputs, and made whole."""
+"""Stand-ins of one owner: brought closer to the model before they train, on the run's own inputs, and made whole again."""
 
 from __future__ import annotations
 
@@ -63,3 +63,20 @@ def whole_of(
 ) -> Callable[[], AbstractContextManager[nn.Module]] | None:
     """Return what makes a stand-in the full model for a while; ``None`` where the strategy trains the model itself."""
     return (lambda: strategy.whole(model, run)) if isinstance(strategy, ProxyStrategy) else None
+
+
+def evaluate_whole(trainer: PluginTrainerMixin) -> dict[str, float]:
+    """Return the metrics of the full model with the stand-in's adapter in it; nothing where no stand-in trains.
+
+    Nor under ZeRO-3, whose modules keep the parameters they began with: there the export has to be evaluated.
+    """
+    whole = whole_of(trainer.recipe.strategy, trainer._equipped, trainer.run)
+    if whole is None:
+        return {}
+    if trainer.run.sharding.zero_stage == 3:
+        trainer.run.logger.warning(
+            "metrics are the stand-in's: under ZeRO-3 the full model is evaluated from its export"
+        )
+        return {}
+    with whole():
+        return dict(trainer._evaluate_quietly())

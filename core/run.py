@@ -22,6 +22,7 @@ from transformers import EarlyStoppingCallback, set_seed
 
 from ..registry.context import Task
 from ..registry.errors import DataError, RecipeError
+from .alignment import evaluate_whole
 from .artifacts import (
     MANIFEST,
     read_manifest,
@@ -105,6 +106,9 @@ def train(options: Options) -> dict[str, Any]:
     if len(tasks) == 1 and tasks[0].kind.is_language_modelling:
         for prefix in ("eval", "test") if args.do_predict else ("eval",):
             metrics = add_perplexity(metrics, prefix)
+    plugged_in = _without_timing(evaluate_whole(trainer), "eval")
+    if plugged_in and tasks[0].kind.is_language_modelling:
+        plugged_in = add_perplexity(plugged_in, "eval")
     trainer.save_model()
     trainer.save_state()
     if asked:
@@ -140,6 +144,8 @@ def train(options: Options) -> dict[str, Any]:
         result["stages"] = trainer.finished_stages
     if trainer.alignment:
         result["alignment"] = dict(trainer.alignment)
+    if plugged_in:
+        result["plugged_in"] = {key.removeprefix("eval_"): value for key, value in plugged_in.items()}
     if trainer.is_world_process_zero():
         for stage in trainer.finished_stages:
             folder = output_dir / STAGES / stage["name"]

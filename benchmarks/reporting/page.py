@@ -82,7 +82,7 @@ _SEEDS = (
 _COST = "The line joins the methods that no other beats at the same cost or less. Means over runs."
 _STABILITY = "Left: towards the upper left is better and steadier. Right: what a method changes on each task."
 _CURVES = (
-    "Mean over seeds; the band goes from the worst to the best seed. Steps that at least half of the runs evaluated at."
+    "Mean over seeds; the band goes from the worst to the best seed, at steps that at least half of the runs reached."
 )
 
 

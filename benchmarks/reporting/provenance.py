@@ -37,11 +37,24 @@ def protocol(results: Results) -> str:
     seeds = ", ".join(map(str, results.seeds))
     metrics = joined(f"{cell.task}: {cell.main_metric}" for cell in results.cells)
     lines = [f"<p>Protocol: {escape(named)}. Seeds: {seeds}. Main metrics: {escape(metrics)}.</p>"]
+    lines.append(html_table(_methods(results), text=4, wrap=3))
     keys = {key: suite[key] for key in ("defaults", "tasks", "methods", "overrides", "threads") if suite.get(key)}
     if keys:
         recipe = yaml.safe_dump(_by_name(keys), sort_keys=False, allow_unicode=True, width=110)
         lines.append(f"<details><summary>Recipe keys of every cell</summary><pre>{escape(recipe)}</pre></details>")
     return "".join(lines)
+
+
+def _methods(results: Results) -> list[tuple[str, ...]]:
+    """Return a header and a row for each method: what its runs were made of, as they recorded it."""
+    rows: list[tuple[str, ...]] = [("method", "strategy", "regularizers", "learning rate")]
+    for method in results.methods:
+        made = [cell.run_info for cell in results.cells if cell.method == method]
+        regularizers = joined(str(item) for info in made for item in info.get("regularizers") or ()) or NONE
+        strategies = joined(str(info["strategy"]) for info in made if info.get("strategy")) or NONE
+        rates = joined(f"{info['learning_rate']:g}" for info in made if info.get("learning_rate") is not None) or NONE
+        rows.append((method, strategies, regularizers, rates))
+    return rows
 
 
 def _by_name(keys: Mapping[str, Any]) -> dict[str, Any]:

@@ -51,7 +51,7 @@ nav a:hover { text-decoration: underline; }
 .worse .badge { color: var(--worse); }
 .pair { display: flex; flex-wrap: wrap; gap: 28px 36px; align-items: flex-start; }
 .scroll { overflow-x: auto; max-width: 100%; }
-table { border-collapse: collapse; font-size: .9rem; }
+table { border-collapse: collapse; font-size: .9rem; min-width: 24em; }
 caption { text-align: left; font-weight: 600; padding: 0 0 .5rem; }
 caption small { font-weight: 400; color: var(--soft); }
 th, td { padding: .38rem .55rem; text-align: right; white-space: nowrap; vertical-align: top; }

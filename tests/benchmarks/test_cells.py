@@ -159,3 +159,19 @@ def test_several_tasks_in_one_run(place: Any, run: Run):
     assert set(result["inputs"]["data"]) == {
         f"{name}/{split}.jsonl" for name in ("first", "second") for split in ("train", "validation")
     }
+
+
+def test_federated_cell(place: Any, run: Run):
+    """Rounds are its steps, the server's evaluations its curve, and the majority class stands beside."""
+    defaults = {key: place.content()["defaults"][key] for key in ("model_name_or_path", "max_length", "use_cpu")}
+    defaults |= {"num_clients": 4, "client_fraction": 0.5, "num_rounds": 3, "eval_every": 1, "learning_rate": 1e-2}
+    cell = place.cells(
+        command="federate", defaults=defaults, methods={"lora": {"strategy": "lora:r=2"}}, protocol=["official_split"]
+    )[0]
+    first, again = run(cell), run(cell, place.folder / "again")
+    assert first["error"] is None
+    assert [round_ for round_, _ in first["curve"]] == [1, 2, 3]
+    assert first["metrics"]["accuracy"] == first["curve"][-1][1]
+    assert 0 < first["majority"] < 1
+    assert first["train_info"]["clients"] == 4
+    assert (again["metrics"], again["curve"]) == (first["metrics"], first["curve"])

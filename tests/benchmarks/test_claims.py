@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -109,3 +111,23 @@ def test_race(tmp_path: Path, abandoned: bool):
         for racer in racers:
             racer.join()
         assert wins.value == 1
+
+
+def test_heirs_take_turns(tmp_path: Path):
+    """Who finds a claim abandoned waits while another is about to take it over, and then sees it taken."""
+    path = _foreign(tmp_path, age=100)
+    seen: list[bool] = []
+
+    def inherit() -> None:
+        with claimed(tmp_path, "cell", lease=10) as claim:
+            seen.append(claim is not None)
+
+    with (tmp_path / ".guard").open("a") as guard:
+        fcntl.flock(guard, fcntl.LOCK_EX)
+        heir = threading.Thread(target=inherit)
+        heir.start()
+        heir.join(0.3)
+        assert heir.is_alive()
+        os.utime(path)  # the other one's claim now
+    heir.join(10)
+    assert seen == [False]

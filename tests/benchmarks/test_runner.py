@@ -172,7 +172,9 @@ def test_kill_and_restart(place: Any, forked: Path, moments: int):
     assert measured(place.folder / "broken") == measured(place.folder / "unbroken")
     completed = forked.read_text(encoding="utf-8").split()
     assert len(set(completed)) == len(completed)
-    assert not [path for path in (place.folder / "broken" / ".work").iterdir() if path.suffix == ".claim"]
+    assert not [
+        path for path in (place.folder / "broken" / ".work").iterdir() if path.is_dir() or path.suffix == ".claim"
+    ]
 
 
 def test_two_workers_share_the_cells(place: Any, forked: Path):

@@ -59,11 +59,11 @@ class TestProxySubFm(StrategyLaws):
 
 class TestProxySubFmAligned(StrategyLaws):
     plugin = "proxy_sub_fm:ratio=0.5,retained=[0],r=4,dropout=0,distill_steps=3"
+    models = ("bert_classifier",)
 
 
 class TestOffsite(StrategyLaws):
     plugin = "offsite:adapter_layers=[1,0],emulator_layers=0,r=4,dropout=0"
-    models = WIDE
 
 
 class TestOffsiteDistilled(StrategyLaws):

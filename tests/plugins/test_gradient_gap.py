@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from tunery.core.finished import probe_run
+from tunery.core.probe_points import probe_run
 from tunery.plugins.probes.gradient_gap import GradientGap
 from tunery.registry.conformance.models import MODELS, base_model
 from tunery.registry.conformance.trials import Trial

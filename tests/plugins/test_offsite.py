@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,22 @@ def test_only_the_ends_and_the_head_train(tune: str) -> None:
     assert layers == {"0", "3", "4"}
     assert all(".layer." in name or "classifier" in name for name in trained)
     assert all(("lora_" in name) is (tune == "lora") for name in trained if ".layer." in name)
+
+
+@pytest.mark.parametrize("tune", ["lora", "layers"])
+def test_a_twin_that_shares_the_tensors_stays_the_model(tune: str) -> None:
+    """Taught by it and trained, the stand-in leaves the twin's answers as they were: one owner of the weights suffices."""
+    model = build("bert")
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    twin = copy.deepcopy(model, memo=shared)
+    run = make_context(model, _Bare(seed=7), [infer_task(model)])
+    strategy = Offsite(Offsite.Config(adapter_layers=(1, 2), emulator_layers=2, tune=tune, distill_steps=2))
+    proxy = strategy.prepare(model, run)
+    strategy.distill(twin, proxy, [{"input_ids": torch.arange(1, 15).view(2, 7)}], run)
+    moved(proxy)
+    torch.testing.assert_close(answers(twin, "bert"), answers(build("bert"), "bert"), rtol=0, atol=0)
+    again = answers(strategy.plug_in(build("bert"), proxy, run), "bert")
+    torch.testing.assert_close(answers(strategy.plug_in(twin, proxy, run), "bert"), again, rtol=0, atol=0)
 
 
 def test_a_decoder_goes_on_writing_with_its_cache() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from tunery.plugins.strategies.proxy_sub_fm.alignment import (
 )
 from tunery.plugins.strategies.proxy_sub_fm.neurons import Block, find_blocks, most
 from tunery.registry.conformance.models import MODELS, base_model
+from tunery.registry.conformance.traces import anatomy_of
 from tunery.registry.conformance.trials import Trial
 from tunery.registry.errors import ArtifactError
 
@@ -151,6 +153,23 @@ def test_the_model_made_whole_teaches_what_the_model_itself_does() -> None:
     assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
 
 
+def test_a_twin_that_shares_the_tensors_stays_the_model() -> None:
+    """Taught by it, realigned with it and plugged into it: one owner of the weights suffices."""
+    model = TINY.load(base_model(KIND, dropout=False))
+    expected = TINY.logits(model)
+    twin = copy.deepcopy(model, memo={id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+    run = make_context(model, _Bare(seed=7), [infer_task(model)])
+    strategy = ProxySubFm(ProxySubFm.Config(retained=(0,), distill_steps=2, learning_rate=1e-2))
+    proxy = strategy.prepare(model, run)
+    strategy.distill(twin, proxy, batches(), run)
+    torch.testing.assert_close(TINY.logits(twin), expected, rtol=0, atol=0)
+    full = strategy.plug_in(twin, proxy, run)
+    before = proxy.state_dict()["base_model.model.bert.encoder.layer.1.output.dense.weight"].clone()
+    strategy.realign(full, proxy, strategy.statistics(proxy, batches(), run), batches(), run)
+    assert not torch.equal(proxy.state_dict()["base_model.model.bert.encoder.layer.1.output.dense.weight"], before)
+    torch.testing.assert_close(TINY.logits(full), expected, rtol=0, atol=0)
+
+
 def test_first_loss_is_equation_13_of_the_two_models() -> None:
     """From the hidden states that transformers itself returns."""
     strategy, full, proxy, run = prepared(distill_steps=1, mu=0.5)
@@ -207,12 +226,25 @@ def test_resuming_does_not_align_again(tmp_path: Path) -> None:
     assert all(torch.equal(value, live[name]) for name, value in stored.items())
 
 
-def test_regularizers_are_off_while_a_run_aligns() -> None:
-    """What disturbs hidden states in training leaves what is aligned as it is without."""
-    plain, disturbed = ALIGNED.run(), ALIGNED.but(regularizers=("lnsr:sigma=0.5,layer=0",)).run()
-    stored = [load_file(outcome.folder / "strategy.safetensors") for outcome in (plain, disturbed)]
-    assert all(torch.equal(value, stored[1][name]) for name, value in stored[0].items())
-    assert plain.bits != disturbed.bits
+def test_regularizers_are_off_while_a_run_aligns(tmp_path: Path) -> None:
+    """No hook of one is on the model then, and it is back for training."""
+    trainer = ALIGNED.but(regularizers=("lnsr:sigma=0.5,layer=0",)).trainer(tmp_path)
+    strategy, seen = trainer.recipe.strategy, []
+
+    def hooks() -> int:
+        return sum(count for _, _, count in anatomy_of(trainer.model)["hooks"])
+
+    class Spy(type(strategy)):
+        def distill(self, *given: Any) -> Any:
+            seen.append(hooks())
+            return super().distill(*given)
+
+    attached = hooks()
+    strategy.__class__ = Spy
+    trainer.train()
+    assert attached > seen[0] == sum(count for _, _, count in anatomy_of(prepared()[2])["hooks"])
+    assert hooks() == attached
+    assert trainer.alignment["alignment_steps"] == 3
 
 
 def test_rows_that_come_later_are_not_aligned_on(tmp_path: Path) -> None:
@@ -305,6 +337,8 @@ def test_realigning_changes_the_idle_neurons_alone() -> None:
     assert moved == {enter, bias, leave}
     assert torch.equal(after[enter][rest], before[enter][rest]) and torch.equal(after[bias][rest], before[bias][rest])
     assert torch.equal(after[leave][:, rest], before[leave][:, rest])
+    changed = sum(int((after[name] != before[name]).sum()) for name in moved)
+    assert 0.9 * strategy.realigned(proxy, run) < changed <= strategy.realigned(proxy, run) == 4 * (16 + 1 + 16)
     assert (after[enter][idle] != before[enter][idle]).any(1).all()
     assert (after[leave][:, idle] != before[leave][:, idle]).any(0).all()
 

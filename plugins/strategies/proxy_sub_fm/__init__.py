@@ -201,6 +201,15 @@ class ProxySubFm(ProxyStrategy):
         masks = [mask for block in blocks for mask in idle_masks(block, statistics, self.config.share)]
         return self._align(model, proxy, batches, run, self.config.realign_steps, parameters, masks)
 
+    def realigned(self, proxy: nn.Module, run: RunContext) -> int:
+        """Return how many numbers an alignment during tuning changes: those of the most idle share of the kept neurons."""
+        return sum(
+            getattr(module, name).numel() // block.width * round(self.config.share * block.width)
+            for block in self._narrow(proxy, run)
+            for module, name, dim in block.parts()
+            if dim is not None
+        )
+
     def _align(
         self,
         model: nn.Module | None,
