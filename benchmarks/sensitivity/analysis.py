@@ -89,6 +89,9 @@ class Analysis:
             if len(set(self.optimal)) == 1
             else f"goes from {first:g} to {last:g}, a factor of {last / first:.2g}"
         )
+        edges = sum(rate in (min(self.fixed), max(self.fixed)) for rate in self.optimal)
+        if edges:
+            moved += f", for {edges} of {len(self.optimal)} checkpoints the least or largest that was tried: try more"
         return f"{_SCENARIOS[ends[0].at is not None, ends[1].at is not None]}; the optimal learning rate {moved}"
 
     def distance_law(self) -> str:

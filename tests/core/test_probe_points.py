@@ -129,6 +129,17 @@ def test_draws_are_the_same_at_every_point(checkpoints: str):
     assert [subject.run.seed for subject in Shaken.subjects] == [3, 3]
 
 
+def test_gaussian_over_checkpoints(checkpoints: str, tmp_path: Path, cli: Cli):
+    """Every metric of a task is there, its main one is tabled, and worse means lower where higher is better."""
+    selection = "gaussian:gammas=[0.5,5.0],draws=2"
+    code, out, err = cli("probe", selection, "--runs", checkpoints, "--output_dir", tmp_path / "kept")
+    assert (code, err) == (0, "")
+    assert "accuracy at gamma 5:" in out
+    assert (tmp_path / "kept" / "gaussian.png").is_file()
+    kept = json.loads(next((tmp_path / "kept").glob("*checkpoint-10-*.json")).read_text())["measurements"]
+    assert {row["gamma"] for row in kept if row["name"] == "loss"} == {0.0, 0.5, 5.0}
+
+
 def test_data_that_do_not_fit(checkpoints: str, tmp_path: Path):
     """Text alone is language modelling, and the run is a classifier."""
     (tmp_path / "text.jsonl").write_text('{"text": "a b c"}\n' * 4, encoding="utf-8")

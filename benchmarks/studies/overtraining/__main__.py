@@ -22,7 +22,7 @@ from ...sensitivity.plan import Plan, make_plan
 from . import __doc__ as description
 from .pretraining import SIZES, Pretraining, held_out, pretrain
 
-_GAMMAS = (0.25, 0.5, 1.0)
+_GAMMAS = (0.5, 1.0, 2.0)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,6 +51,7 @@ def _flags(argv: Sequence[str] | None) -> argparse.Namespace:
         "--budgets", **many, default=["125k", "250k", "500k", "1M", "2M", "4M"], help="tokens: 1M 2M 4M"
     )
     parser.add_argument("--data_files", nargs="+", default=[], metavar="PATH", help="text to pre-train on")
+    parser.add_argument("--max_documents", type=int, metavar="N", help="of the text; default: all")
     parser.add_argument(
         "--fine_tune_files", metavar="FOLDER", help="train.jsonl with a column text; default: python_docs"
     )
@@ -58,13 +59,12 @@ def _flags(argv: Sequence[str] | None) -> argparse.Namespace:
         "--gammas", **many, type=float, default=list(_GAMMAS), help="of the noise, in initial standard deviations"
     )
     parser.add_argument("--draws", type=int, default=5, help="of the noise")
-    parser.add_argument(
-        "--learning_rates", **many, type=float, default=[2e-4, 5e-4, 1e-3, 2e-3, 4e-3], help="of fine-tuning"
-    )
+    parser.add_argument("--learning_rates", **many, type=float, default=[1e-3, 2e-3, 4e-3, 8e-3], help="of fine-tuning")
     parser.add_argument("--seeds", **many, type=int, default=[0, 1, 2], help="of fine-tuning")
     parser.add_argument("--epochs", type=int, default=2, help="of fine-tuning; Table 4 has 4")
     parser.add_argument("--fine_tune_samples", type=int, default=300, help="training rows of fine-tuning")
-    parser.add_argument("--eval_samples", type=int, default=100, help="rows of every evaluation")
+    parser.add_argument("--eval_samples", type=int, default=100, help="rows of every in-domain evaluation")
+    parser.add_argument("--held_out_samples", type=int, default=20, help="documents of every out-of-domain evaluation")
     parser.add_argument("--seed", type=int, default=0, help="of pre-training")
     parser.add_argument("--output_dir", type=Path, default=Path("results/studies/overtraining"), metavar="DIR")
     for name in ("hidden_size", "num_hidden_layers", "vocab_size", "max_length", "batch_size", "learning_rate"):
@@ -79,7 +79,14 @@ def _flags(argv: Sequence[str] | None) -> argparse.Namespace:
             "learning_rates": [1e-3, 1e-2],
         }
         vars(asked).update(
-            quick, max_documents=150, seeds=[0], gammas=[0.5, 1.0], epochs=1, fine_tune_samples=16, eval_samples=8
+            quick,
+            max_documents=150,
+            seeds=[0],
+            gammas=[0.5, 1.0],
+            epochs=1,
+            fine_tune_samples=16,
+            eval_samples=8,
+            held_out_samples=8,
         )
     return asked
 
@@ -100,7 +107,7 @@ def _study(asked: argparse.Namespace) -> int:
     folder: Path = asked.output_dir
     runs = pretrain(pretraining, folder, lambda line: print(line, file=sys.stderr))
     points = find_points(runs=[str(run) for run in runs])
-    held = held_out(pretraining, folder, asked.eval_samples)
+    held = held_out(pretraining, folder, asked.held_out_samples)
 
     probe = {"name": "gaussian", "gammas": asked.gammas, "draws": asked.draws}
     settings = Settings(probe=probe, data=held, output_dir=folder / "gaussian", seed=asked.seed, batch_size=32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
@@ -21,6 +22,7 @@ from ....registry.errors import RecipeError
 from .text import documents, split, train_tokenizer
 
 SETTINGS = "pretraining.json"
+_LONGEST_TOKEN = 6  # bytes, on average
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +168,13 @@ def schedule(asked: Pretraining, budget: int) -> dict[str, Any]:
     }
 
 
+def _documents_for(budget: int, path: Path) -> int:
+    """Return how many documents hold a budget of tokens for sure; there is no need to encode more."""
+    with path.open("rb") as file:
+        rows = sum(1 for _ in file)
+    return math.ceil(budget * _LONGEST_TOKEN * rows / path.stat().st_size) + 20
+
+
 def _run(asked: Pretraining, budget: int, folder: Path, initial: Path, tell: Callable[[str], None]) -> Path:
     place = folder / "pretrained" / f"tokens{short(budget).upper()}"
     if (place / RESULT).is_file():
@@ -173,8 +182,9 @@ def _run(asked: Pretraining, budget: int, folder: Path, initial: Path, tell: Cal
     tell(f"pre-training on {short(budget)} tokens")
     keys: Mapping[str, Any] = {
         "model_name_or_path": str(initial.resolve()),
-        **held_out(asked, folder, 200),
+        **held_out(asked, folder, 20),
         "train_file": str(folder / "train.jsonl"),
+        "max_train_samples": _documents_for(budget, folder / "train.jsonl"),
         **schedule(asked, budget),
         "seed": asked.seed,
         "save_total_limit": 1,

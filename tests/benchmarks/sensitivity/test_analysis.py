@@ -64,6 +64,7 @@ def test_what_is_said():
     assert said[-2].startswith("distance grows as learning rate to the 1.00 ... 1.00")
     assert "a factor of at most 1.40" in said[-2]
     assert "goes from 0.0004 to 0.0002, a factor of 0.5" in said[-1]
+    assert "for 3 of 5 checkpoints the least or largest that was tried" in said[-1]
     assert found.sensitivity(4e-4)[0] == pytest.approx([9.0 - 20.0 + 0.001 * ((7 * seed) % 5) for seed in range(3)])
     assert [row["optimal learning rate"] for row in found.table()] == SLOW
 

@@ -146,6 +146,14 @@ def test_table_3(size: str, layers: int, width: int, inner: int, parameters: flo
     assert inside == pytest.approx(parameters, rel=0.02)
 
 
+def test_flags_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """One line, and code 2; every flag has its default."""
+    assert command.main(["--data_files", str(tmp_path), "--output_dir", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err.startswith("overtraining: no .txt or .jsonl in ")
+    assert command.main(["--budgets", "many", "--output_dir", str(tmp_path / "out")]) == 2
+    assert "'many' is no count" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_the_study_as_a_user_runs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Everything in small: checkpoints, noise, fine-tuning, a report; and a second call finds all of it done."""
