@@ -430,7 +430,18 @@ def test_help_names_every_command(cli: Cli):
     code, out, _ = cli("--help")
     assert code == 0
     listed = re.findall(r"^│ (\w+)", out, flags=re.MULTILINE)
-    assert sorted(listed) == "bench env export federate plugins probe report sensitivity tasks train".split()
+    assert sorted(listed) == [
+        "bench",
+        "env",
+        "export",
+        "federate",
+        "plugins",
+        "probe",
+        "report",
+        "sensitivity",
+        "tasks",
+        "train",
+    ]
 
 
 def test_plugins_list(cli: Cli):
