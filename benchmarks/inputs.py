@@ -32,7 +32,7 @@ def inputs_of(cell: Cell, catalog: Catalog) -> dict[str, Any]:
     found: dict[str, Any] = {
         "recipe": dict(cell.recipe),
         "protocol": list(cell.pieces),
-        "command": cell.command,
+        **({} if cell.command == "train" else {"command": cell.command}),
         "threads": cell.threads,
         "data": dict(_data(keys)),
         "model": _folder_digest(resolve(str(keys.get("model_name_or_path", ""))), ("*.json", "*.safetensors", "*.txt")),

@@ -271,3 +271,57 @@ def test_real_processes(place: Any):
         assert ran.returncode == 0, ran.stdout + ran.stderr
     assert measured(broken / "tiny") == measured(whole / "tiny")
     assert len(measured(whole / "tiny")) == 4
+
+
+STRANGER = '''
+from dataclasses import dataclass
+from tunery import Regularizer, hookimpl
+
+class Mine(Regularizer):
+    """Pull the head's bias to zero."""
+    name = "mine"
+    summary = "a stranger's penalty"
+    reference = "none"
+
+    def attach(self, model, run):
+        self.bias = model.classifier.bias
+
+    def penalty(self, batch):
+        return self.bias.square().sum()
+
+    def detach(self, model):
+        self.bias = None
+
+@hookimpl
+def tunery_regularizers():
+    return [Mine]
+'''
+
+
+@pytest.mark.slow
+def test_a_strangers_plugin(place: Any):
+    """Installed, it is a method by its name, and the report has it beside the suite's own, with where it comes from."""
+    site = place.folder / "site"
+    info = site / "strangers_penalty-2.5.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.4\nName: strangers-penalty\nVersion: 2.5\n", encoding="utf-8")
+    (info / "entry_points.txt").write_text("[tunery]\nmine = strangers_penalty\n", encoding="utf-8")
+    (site / "strangers_penalty.py").write_text(STRANGER, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])}
+    results = str(place.folder / "results")
+    suite = ["bench", str(place.suite(seeds=1)), "--data_dir", str(place.data), "--results", results]
+    for words in ([*suite, "--methods", "full,mine", "--only", "first--*"], ["report", f"{results}/tiny"]):
+        ran = subprocess.run(
+            [sys.executable, "-m", "tunery", *words],
+            cwd=place.folder,
+            env=environment,
+            check=False,
+            capture_output=True,
+            text=True,
+        )
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "mine" in ran.stdout
+    found = {cell.method: cell for cell in read_results(Path(results) / "tiny").cells}
+    assert found.keys() == {"full", "mine"}
+    assert found["mine"].inputs["plugins"]["regularizer mine"] == "strangers-penalty 2.5"
+    assert found["mine"].score is not None
