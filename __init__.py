@@ -16,6 +16,7 @@ _HOMES = {
     "load_run": "tunery.core.finished",
     "export_run": "tunery.core.finished",
     "keep_tasks": "tunery.core.finished",
+    "probe_model": "tunery.core.probing",
     "Strategy": "tunery.registry.contracts",
     "Regularizer": "tunery.registry.contracts",
     "Probe": "tunery.registry.contracts",
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from .core.finished import export_run as export_run
     from .core.finished import keep_tasks as keep_tasks
     from .core.finished import load_run as load_run
+    from .core.probing import probe_model as probe_model
     from .core.trainer import PluginTrainerMixin as PluginTrainerMixin
     from .core.trainer import Trainer as Trainer
     from .registry.context import Anatomy as Anatomy

@@ -1,8 +1,9 @@
-"""A stand-in is brought closer to the model before one owner trains it: on the run's own training inputs, without labels."""
+"""Stand-ins of one owner: brought closer to the model before they train, on the run's own inputs, and made whole again."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,10 @@ from transformers.trainer_utils import set_seed
 from ..registry.proxy import ProxyStrategy
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from ..registry.context import RunContext
+    from ..registry.contracts import Strategy
     from .trainer import PluginTrainerMixin
 
 
@@ -51,3 +56,27 @@ def align(trainer: PluginTrainerMixin) -> Mapping[str, float]:
     for regularizer in trainer.recipe.regularizers:
         regularizer.attach(model, trainer.run)
     return measured
+
+
+def whole_of(
+    strategy: Strategy | None, model: nn.Module, run: RunContext
+) -> Callable[[], AbstractContextManager[nn.Module]] | None:
+    """Return what makes a stand-in the full model for a while; ``None`` where the strategy trains the model itself."""
+    return (lambda: strategy.whole(model, run)) if isinstance(strategy, ProxyStrategy) else None
+
+
+def evaluate_whole(trainer: PluginTrainerMixin) -> dict[str, float]:
+    """Return the metrics of the full model with the stand-in's adapter in it; nothing where no stand-in trains.
+
+    Nor under ZeRO-3, whose modules keep the parameters they began with: there the export has to be evaluated.
+    """
+    whole = whole_of(trainer.recipe.strategy, trainer._equipped, trainer.run)
+    if whole is None:
+        return {}
+    if trainer.run.sharding.zero_stage == 3:
+        trainer.run.logger.warning(
+            "metrics are the stand-in's: under ZeRO-3 the full model is evaluated from its export"
+        )
+        return {}
+    with whole():
+        return dict(trainer._evaluate_quietly())

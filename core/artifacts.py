@@ -152,7 +152,7 @@ def describe_tasks(tasks: Iterable[Task]) -> list[dict[str, Any]]:
 def seal(folder: Path, content: Mapping[str, Any]) -> None:
     """Write the manifest of a folder, last: with it the folder is whole. Every weight file is recorded with its hash."""
     files = {
-        path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)}
         for path in sorted(folder.glob("*.safetensors"))
     }
     write_json(folder / MANIFEST, {**content, "files": files})
@@ -196,11 +196,12 @@ def _check_file(path: Path, expected: Mapping[str, Any]) -> None:
         raise ArtifactError(
             f"{path} has {size} bytes instead of {expected['bytes']}", remedy="it is damaged: copy it again"
         )
-    if _sha256(path) != expected["sha256"]:
+    if sha256(path) != expected["sha256"]:
         raise ArtifactError(f"{path} does not match its hash in {MANIFEST}", remedy="it is damaged: copy it again")
 
 
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -5,7 +5,6 @@ Everything heavy is imported inside the commands, so that ``tunery --help`` answ
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -160,23 +159,28 @@ def tasks_keep(
 def probe(
     context: typer.Context,
     name: Annotated[str, typer.Argument(help="The probe, for example weight_distance or name:key=value.")],
-    model: Annotated[list[Path], typer.Option("--model", help="A run or checkpoint folder; several may be given.")],
+    model: Annotated[
+        list[str] | None,
+        typer.Option("--model", help="A run, checkpoint or model folder, or a hub name; several may be given."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines instead of a table.")] = False,
+    keys: Annotated[bool, typer.Option("--keys", help="List every further key, and exit.")] = False,
 ) -> None:
-    """Measure finished runs or checkpoints, without training."""
-    from .console import calm, show_measurements
+    """Measure models, without training: tunery probe gaussian --models A B C --dataset_name python_docs.
 
+    Also --model X --revisions r1,r2,... or --runs "out/*/checkpoint-*", with --tokens or --steps where names do not tell
+    them; the data keys of a recipe; and --output_dir, which keeps what is measured, so that it is not measured again.
+    """
+    from .console import calm
+    from .probe_command import help_text, probe_points, read_flags
+
+    if keys:
+        print(help_text())
+        return
     calm()
-    if context.args:
-        raise TuneryError(f"cannot read {context.args[0]!r}", known=["--model FOLDER", "--json"])
-    from .finished import probe_run
-
-    rows = [row for folder in model for row in probe_run(name, folder)]
-    if as_json:
-        for row in rows:
-            print(json.dumps(row))
-    else:
-        show_measurements(rows)
+    asked = read_flags(name, context.args, model or [])
+    if probe_points(name, asked, as_json=as_json):
+        raise typer.Exit(1)
 
 
 def env() -> None:

@@ -50,7 +50,10 @@ def show_result(result: Mapping[str, Any], output_dir: Path) -> None:
     for column in ("method", *(metric.replace("_", " ") for metric in metrics), "trainable parameters", "seconds"):
         table.add_column(column, justify="left" if column == "method" else "right")
     name = ", ".join(plugin["name"] for plugin in result["plugins"] if plugin["kind"] != "probe") or "as given"
-    for method, row in [*result.get("baselines", {}).items(), (name, result)]:
+    rows = [*result.get("baselines", {}).items(), (name, result)]
+    if "plugged_in" in result:
+        rows.append((f"{name}, plugged in", {"metrics": result["plugged_in"], "parameters": result["parameters"]}))
+    for method, row in rows:
         values = [row["metrics"].get(metric) for metric in metrics]
         table.add_row(
             method,

@@ -1,4 +1,7 @@
-"""A finished run or checkpoint: loaded back, exported as what others load, its tasks dropped or renamed, probed."""
+"""A finished run or checkpoint: loaded back, exported as what others load, its tasks dropped or renamed.
+
+How it is probed is in :mod:`.probe_points`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import Any
 from torch import nn
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, set_seed
 
-from ..registry.context import RunContext, Subject
+from ..registry.context import RunContext
 from ..registry.errors import ArtifactError
 from .artifacts import (
     MANIFEST,
@@ -27,7 +30,7 @@ from .artifacts import (
 from .artifacts import fingerprint as fingerprint_of
 from .context import make_context
 from .models import label_config, load_class, model_class
-from .probing import Snapshot, measure
+from .probing import Snapshot
 from .recipe import Recipe, choose
 from .wise_ft import check_share, interpolate
 
@@ -184,21 +187,3 @@ def _copy_processor(folder: Path, target: Path) -> None:
     for file, auto in (("tokenizer_config.json", AutoTokenizer), ("preprocessor_config.json", AutoImageProcessor)):
         if (folder / file).is_file():
             auto.from_pretrained(folder).save_pretrained(target)
-
-
-def probe_run(probe: str, folder: str | Path) -> list[dict[str, Any]]:
-    """Measure a finished run or checkpoint with one probe; return rows as ``measurements.jsonl`` holds them.
-
-    Raises:
-        TuneryError: the probe or the run cannot be used.
-    """
-    chosen = choose(probes=[probe])
-    loaded = load_run(folder, with_reference=True)
-    assert loaded.reference is not None
-    chosen.check(loaded.model, loaded.run)
-    subject = Subject(model=loaded.model, run=loaded.run, reference=loaded.reference)
-    return [
-        {"model": str(folder), "probe": plugin.name, "name": m.name, "value": m.value, "unit": m.unit, **m.where}
-        for plugin in chosen.probes
-        for m in measure(plugin, subject)
-    ]

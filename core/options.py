@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, get_type_hints
@@ -47,6 +47,8 @@ class RunArguments:
         model_revision: branch, tag or commit on the hub.
         dtype: precision the weights are loaded in: ``float32``, ``bfloat16``, ``float16`` or ``auto``.
         baselines: what to print beside the result: ``majority``, or strategies, each trained with the same arguments.
+        early_stopping_patience: evaluations without a better ``metric_for_best_model`` after which training stops; goes with
+            ``load_best_model_at_end``.
         overwrite_output_dir: remove an earlier run's files from ``output_dir`` first.
     """
 
@@ -59,9 +61,19 @@ class RunArguments:
         default=None,
         metadata={"help": "Printed beside the result: majority, or strategies trained with the same arguments."},
     )
+    early_stopping_patience: Annotated[int, Ge(1)] | None = field(
+        default=None,
+        metadata={
+            "help": "Stop after this many evaluations without a better metric_for_best_model; goes with "
+            "load_best_model_at_end. Default: never."
+        },
+    )
     overwrite_output_dir: bool = field(
         default=False, metadata={"help": "Remove an earlier run's files from output_dir first."}
     )
+
+
+_CLASSES = (RunArguments, DataArguments, TrainingArguments)
 
 
 @dataclass(frozen=True)
@@ -97,11 +109,16 @@ class Options:
         return build_options(merged)
 
 
-class _Parser(HfArgumentParser):
-    """Argparse that raises our error instead of printing usage and exiting."""
+class Parser(HfArgumentParser):
+    """Argparse that raises our error instead of printing usage and exiting; ``owner`` is the command that lists its keys."""
+
+    def __init__(self, *args: Any, owner: str = "tunery train --keys", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.owner = owner
 
     def error(self, message: str) -> NoReturn:
-        raise RecipeError(message.removeprefix("argument "), owner="the flags", remedy="see tunery train --keys")
+        """Raise it in one line."""
+        raise RecipeError(message.removeprefix("argument "), owner="the flags", remedy=f"see {self.owner}")
 
 
 def read_options(recipe: Path | None, flags: Sequence[str]) -> Options:
@@ -126,26 +143,53 @@ def read_given(recipe: Path | None, flags: Sequence[str], more: Sequence[type] =
         RecipeError: an unreadable file, or an unknown key or flag (with the nearest known one).
     """
     given = {} if recipe is None else read_recipe(recipe)
+    check_keys(given, str(recipe), more)
+    flagged = read_flags(flags, "the recipe comes before the flags" if recipe is None else "", more)
+    if "tasks" in flagged:
+        flagged["tasks"] = choose_tasks(given.get("tasks") or (), flagged["tasks"])
+    return {**given, **flagged}
+
+
+def read_flags(flags: Sequence[str], stray: str = "", more: Sequence[type] = ()) -> dict[str, Any]:
+    """Read flags alone: the keys they give, as values of their types.
+
+    Args:
+        flags: as on the command line.
+        stray: what to say of a word that is no flag.
+        more: argument classes whose keys are known beside those of a run.
+
+    Raises:
+        RecipeError: an unknown flag (with the nearest known one), or a wrong value.
+    """
     parser = _parser(more)
     known = {action.dest for action in parser._actions}
-    for key in given:
-        if key not in known:
-            raise RecipeError(
-                f"no key {key!r}", owner=str(recipe), remedy=did_you_mean(key, known) or "see tunery train --keys"
-            )
     for action in parser._actions:
         action.default = argparse.SUPPRESS
         action.required = False
     explicit, unknown = parser.parse_known_args(list(flags))
     if unknown:
         flag = unknown[0].lstrip("-").split("=")[0]
-        late = recipe is None and not unknown[0].startswith("-")
-        remedy = "the recipe comes before the flags" if late else did_you_mean(flag, known)
+        remedy = stray if stray and not unknown[0].startswith("-") else did_you_mean(flag, known)
         raise RecipeError(f"cannot read {unknown[0]!r}", owner="the flags", remedy=remedy or "see tunery train --keys")
-    flagged = vars(explicit)
-    if "tasks" in flagged:
-        flagged["tasks"] = choose_tasks(given.get("tasks") or (), flagged["tasks"])
-    return {**given, **flagged}
+    return vars(explicit)
+
+
+def check_keys(keys: Iterable[str], owner: str, more: Sequence[type] = ()) -> None:
+    """Refuse keys that no recipe has.
+
+    Args:
+        keys: those of the recipe.
+        owner: whose they are.
+        more: argument classes whose keys are known beside those of a run.
+
+    Raises:
+        RecipeError: naming the first, and the known key nearest to it.
+    """
+    known = {item.name for cls in (*more, *_CLASSES) for item in dataclasses.fields(cls)}
+    for key in keys:
+        if key not in known:
+            remedy = did_you_mean(key, known) or "see tunery train --keys"
+            raise RecipeError(f"no key {key!r}", owner=owner, remedy=remedy)
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
@@ -175,7 +219,7 @@ def build_options(given: Mapping[str, Any]) -> Options:
     """
     parts = []
     settled = {**_quiet_defaults(), **given}
-    for cls in (RunArguments, DataArguments, TrainingArguments):
+    for cls in _CLASSES:
         fields = [item for item in dataclasses.fields(cls) if item.init]
         for name in (item.name for item in fields if _is_required(item)):
             if name not in settled:
@@ -189,6 +233,11 @@ def build_options(given: Mapping[str, Any]) -> Options:
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise RecipeError(f"cannot use these arguments: {first}", remedy="see tunery train --keys") from None
     run, data, training = parts
+    if given.get("early_stopping_patience") and not given.get("load_best_model_at_end"):
+        raise RecipeError(
+            "early_stopping_patience without load_best_model_at_end",
+            remedy="add load_best_model_at_end: true, and an eval_strategy and save_strategy",
+        )
     _check_reporting(training)  # type: ignore[arg-type]
     return Options(run=run, data=data, training=training, given=dict(given))  # type: ignore[arg-type]
 
@@ -229,8 +278,8 @@ def _is_required(item: dataclasses.Field[Any]) -> bool:
     return item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
 
 
-def _parser(more: Sequence[type]) -> _Parser:
-    parser = _Parser((*more, RunArguments, DataArguments, TrainingArguments), add_help=False, allow_abbrev=False)  # type: ignore[arg-type]
+def _parser(more: Sequence[type] = ()) -> Parser:
+    parser = Parser((*more, *_CLASSES), add_help=False, allow_abbrev=False)
     for action in parser._actions:
         if action.dest == "resume_from_checkpoint":
             action.nargs, action.const = "?", "last"  # the bare flag: from where the run stopped
@@ -241,8 +290,13 @@ def _parser(more: Sequence[type]) -> _Parser:
 
 def help_text(more: Sequence[type] = ()) -> str:
     """Return every key with its type's default and its help, grouped by argument class."""
+    return describe_keys((*more, *_CLASSES))
+
+
+def describe_keys(classes: Sequence[type]) -> str:
+    """Return the keys of argument classes with their help."""
     lines = []
-    for cls in (*more, RunArguments, DataArguments, TrainingArguments):
+    for cls in classes:
         lines.append(f"\n{cls.__name__}")
         for item in dataclasses.fields(cls):
             if item.init and not item.name.startswith("_"):

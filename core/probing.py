@@ -6,17 +6,22 @@ import json
 import math
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
-from ..registry.context import Measurement, Subject
+from ..registry.context import Measurement, Subject, Task
 from ..registry.contracts import Probe
+from ..registry.errors import DataError
+from ..registry.selection import parse_selection
 from ..registry.sharding import Sharding
 
 MEASUREMENTS = "measurements.jsonl"
@@ -80,6 +85,87 @@ def measure(probe: Probe, subject: Subject) -> list[Measurement]:
         subject.model.eval()
         torch.manual_seed(subject.run.seed)
         return list(probe.measure(subject))
+
+
+def probe_model(
+    model: nn.Module,
+    probe: str | Mapping[str, Any],
+    rows: Any = None,
+    *,
+    task: Task | None = None,
+    data_collator: Any = None,
+    batch_size: int = 8,
+    seed: int = 42,
+) -> list[Measurement]:
+    """Measure a bare model with one probe, no training; its weights stand for the pre-trained ones too.
+
+    Args:
+        model: a ``PreTrainedModel`` or a ``PeftModel``, which is moved where a Trainer would train it.
+        probe: its selection, ``"gaussian:draws=3"`` or a dict.
+        rows: the evaluation set, as a Trainer takes it, or a ``DataLoader`` of it, whose order and sampler are not looked
+            at; ``None`` for probes that need none.
+        task: what the rows are; default: told from the model's class and config.
+        data_collator: makes a batch of rows; default: the loader's, else transformers' own.
+        batch_size: rows of a batch; a loader's own goes first.
+        seed: the run's seed.
+
+    Raises:
+        TuneryError: the probe or the model cannot be used.
+    """
+    from .arguments import TrainingArguments
+    from .data.metrics import compute_metrics
+    from .trainer import Trainer  # which imports this module
+
+    if isinstance(rows, DataLoader):
+        batch_size = rows.batch_size or batch_size
+        data_collator, rows = data_collator or rows.collate_fn, rows.dataset
+    with untouched(model), tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(
+            model=model,
+            args=TrainingArguments(
+                output_dir=folder,
+                probes=[str(parse_selection(probe, "probe"))],
+                seed=seed,
+                per_device_eval_batch_size=batch_size,
+                report_to="none",
+                disable_tqdm=True,
+            ),
+            task=task,
+            eval_dataset=rows,
+            data_collator=data_collator,
+        )
+        if len(trainer.run.tasks) == 1:
+            trainer.compute_metrics = compute_metrics(trainer.run.task)
+        return measure(trainer.recipe.probes[0], trainer.subject())
+
+
+def shares(rows: int, batch_size: int, ranks: int, rank: int) -> list[range]:
+    """Return which rows each batch of one rank has: every row is in one batch, and all ranks have equally many batches.
+
+    Batches differ by at most one row and none is empty.
+
+    Raises:
+        DataError: there are fewer rows than ranks.
+    """
+    if rows < ranks:
+        raise DataError(
+            f"an evaluation set of {rows} rows for {ranks} processes", remedy="evaluate at least one row each"
+        )
+    batches = max(1, min(math.ceil(rows / (batch_size * ranks)), rows // ranks))
+    bounds = [rows * number // (batches * ranks) for number in range(batches * ranks + 1)]
+    return [range(bounds[number], bounds[number + 1]) for number in range(rank, batches * ranks, ranks)]
+
+
+def own_batches(loader: DataLoader[Any], batch_size: int, sharding: Sharding) -> Iterable[Any]:
+    """Return this rank's batches of a loader's rows, each row on one rank; a stream's as the loader has them.
+
+    accelerate fills its last batches up with rows from the beginning, which would count twice.
+    """
+    rows: Any = loader.dataset
+    if not hasattr(rows, "__len__"):
+        return loader
+    own: Any = shares(len(rows), batch_size, sharding.world_size, sharding.rank)
+    return DataLoader(rows, batch_sampler=own, collate_fn=loader.collate_fn)
 
 
 class MeasurementLog:

@@ -13,15 +13,16 @@ import resource
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import set_seed
+from transformers import EarlyStoppingCallback, set_seed
 
 from ..registry.context import Task
-from ..registry.errors import RecipeError
+from ..registry.errors import DataError, RecipeError
+from .alignment import evaluate_whole
 from .artifacts import (
     MANIFEST,
     read_manifest,
@@ -29,7 +30,7 @@ from .artifacts import (
     write_json,
 )
 from .context import make_context
-from .data import TaskData, encode, encode_jointly, load_tasks
+from .data import DataArguments, TaskData, encode, encode_jointly, load_tasks
 from .data.generation import PREDICTIONS, Writer, questions, score
 from .data.metrics import (
     MEAN,
@@ -73,6 +74,8 @@ def train(options: Options) -> dict[str, Any]:
     processor = load_processor(reference, tasks[0], revision)
     model = load_model(reference, tasks[0], revision, options.run.dtype)
     encoded = encode_jointly(data, processor, options.mixing) if len(data) > 1 else encode(data[0], processor)
+    if args.do_predict and encoded.test is None:
+        raise DataError("do_predict without a labelled test split", owner=", ".join(task.name for task in tasks))
     asked = questions(data, processor, model.config, args.metric_for_best_model)
     for name in options.run.baselines or ():
         for task in tasks:
@@ -89,14 +92,23 @@ def train(options: Options) -> dict[str, Any]:
         processing_class=processor,
         **_scoring(tasks),
     )
+    if options.run.early_stopping_patience:
+        trainer.add_callback(EarlyStoppingCallback(options.run.early_stopping_patience))
     if trainer.is_world_process_zero():
         remove(earlier)
     started = time.monotonic()
     outcome = trainer.train(resume_from_checkpoint=resume)
     seconds = time.monotonic() - started
     metrics = _final_metrics(trainer)
+    if args.do_predict:
+        rows: Any = encoded.test
+        metrics |= _without_timing(trainer.predict(rows).metrics or {}, "test")
     if len(tasks) == 1 and tasks[0].kind.is_language_modelling:
-        metrics = add_perplexity(metrics)
+        for prefix in ("eval", "test") if args.do_predict else ("eval",):
+            metrics = add_perplexity(metrics, prefix)
+    plugged_in = _without_timing(evaluate_whole(trainer), "eval")
+    if plugged_in and tasks[0].kind.is_language_modelling:
+        plugged_in = add_perplexity(plugged_in, "eval")
     trainer.save_model()
     trainer.save_state()
     if asked:
@@ -125,10 +137,15 @@ def train(options: Options) -> dict[str, Any]:
         "seed": args.seed,
         "plugins": trainer.recipe.describe(),
         "base_model": reference,
+        "data": _data_keys(options),
         "versions": versions(),
     }
     if trainer.finished_stages:
         result["stages"] = trainer.finished_stages
+    if trainer.alignment:
+        result["alignment"] = dict(trainer.alignment)
+    if plugged_in:
+        result["plugged_in"] = {key.removeprefix("eval_"): value for key, value in plugged_in.items()}
     if trainer.is_world_process_zero():
         for stage in trainer.finished_stages:
             folder = output_dir / STAGES / stage["name"]
@@ -195,8 +212,14 @@ def _final_metrics(trainer: Trainer) -> dict[str, float]:
     last = next((row for row in reversed(trainer.state.log_history) if "eval_loss" in row), None)
     if last is None or last["step"] != trainer.state.global_step or trainer.args.load_best_model_at_end:
         last = trainer.evaluate()
-    timing = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
-    return {key: value for key, value in last.items() if key.startswith("eval_") and key not in timing}
+    return _without_timing(last, "eval")
+
+
+def _without_timing(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
+    timing = [
+        f"{prefix}_{key}" for key in ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time")
+    ]
+    return {key: value for key, value in metrics.items() if key.startswith(f"{prefix}_") and key not in timing}
 
 
 def _scoring(tasks: Sequence[Task]) -> dict[str, Any]:
@@ -215,6 +238,12 @@ def _main_metrics(tasks: Sequence[Task]) -> list[str]:
     if len(tasks) == 1:
         return [tasks[0].metrics[0]]
     return [*(f"{task.name}_{task.metrics[0]}" for task in tasks), MEAN]
+
+
+def _data_keys(options: Options) -> dict[str, Any]:
+    """Return the data keys that were given, with the seed of the rows where it is not the run's."""
+    names = [*(item.name for item in dataclasses.fields(DataArguments)), "data_seed"]
+    return {name: options.given[name] for name in names if options.given.get(name) is not None}
 
 
 def _examples(data: Sequence[TaskData]) -> dict[str, int]:
@@ -244,9 +273,13 @@ def _baseline(options: Options, name: str, data: Sequence[TaskData]) -> dict[str
 
 def _baseline_of(options: Options, name: str, number: int, data: TaskData) -> dict[str, Any]:
     if name == MAJORITY:
-        splits = [data.splits[split] for split in ("train", "validation")]
-        labels = [split["labels"] if "labels" in split.column_names else [] for split in splits]
-        return {"metrics": majority_baseline(data.task, *labels), "parameters": {"trainable": 0}}
+        labels = {name: split["labels"] for name, split in data.splits.items() if "labels" in split.column_names}
+        known = labels.get("train", [])
+        metrics = majority_baseline(data.task, known, labels.get("validation", []))
+        if options.training.do_predict:
+            tested = majority_baseline(data.task, known, labels.get("test", []))
+            metrics |= {f"test_{key}": value for key, value in tested.items()}
+        return {"metrics": metrics, "parameters": {"trainable": 0}}
     folder = options.output_dir / "baselines" / name.replace(":", "-").replace("=", "").replace(",", "-")
     changes: dict[str, Any] = {"strategy": name, "baselines": None, "regularizers": None, "probes": None}
     if options.data.tasks:

@@ -24,6 +24,29 @@ class ModelSharding:
     def __init__(self, zero_stage: int = 0) -> None:
         self.zero_stage = zero_stage
         self.is_perturbed = False
+        self._model: nn.Module | None = None
+
+    def watch(self, model: nn.Module) -> None:
+        """Tell which module is sharded: what ZeRO-3 has fetched ahead for it lands before anything reads or writes."""
+        self._model = model
+
+    def _land(self) -> None:
+        # A forward pass without a backward leaves parameters in flight, which neither gathers nor partitions.
+        inflight = getattr(self._model, "ds_inflight_param_registry", {})
+        for handle in inflight.values():
+            handle.wait()
+        inflight.clear()
+
+    def rest(self) -> None:
+        """Leave ZeRO-3 as between two passes: nothing in flight, and no module at work.
+
+        A module stays at work when its forward or backward pass does not end: after an error, and where no gradient reaches
+        its inputs.
+        """
+        self._land()
+        for param in self._model.parameters() if self._model is not None else ():
+            if is_sharded(param):
+                param.ds_active_sub_modules.clear()  # type: ignore[attr-defined]
 
     @property
     def rank(self) -> int:
@@ -37,10 +60,12 @@ class ModelSharding:
 
     def gathered(self, params: Iterable[nn.Parameter]) -> Any:
         """Return a context in which parameters have their full shape; for reading."""
+        self._land()
         return gather(params, modifier_rank=None)
 
     def written(self, params: Iterable[nn.Parameter]) -> Any:
         """Return a context in which parameters have their full shape and rank 0's writes reach every rank."""
+        self._land()
         return _written(list(params)) if self.world_size > 1 else gather(params, modifier_rank=0)
 
     def local(self, param: nn.Parameter) -> torch.Tensor:
@@ -80,6 +105,7 @@ class ModelSharding:
     @contextmanager
     def perturbed(self, params: Iterable[nn.Parameter]) -> Iterator[None]:
         """Give every bit back afterwards; costs one copy of this rank's pieces in host memory."""
+        self.rest()
         kept = [(param, _pieces(param)) for param in params]
         saved = [[piece.detach().to("cpu", copy=True) for piece in pieces] for _, pieces in kept]
         outer, self.is_perturbed = self.is_perturbed, True
@@ -87,10 +113,11 @@ class ModelSharding:
             yield
         finally:
             self.is_perturbed = outer
+            self.rest()
             with torch.no_grad():
                 for (param, _), copies in zip(kept, saved, strict=True):
                     for piece, copy in zip(_pieces(param), copies, strict=True):
-                        piece.copy_(copy)
+                        piece.copy_(copy if piece.shape == copy.shape else _whole(param).reshape(piece.shape))
 
     def companion(self, module: nn.Module, name: str, like: str, value: torch.Tensor | None = None) -> nn.Parameter:
         """Register a frozen parameter beside ``module.<like>``: sharded as it is, in no state_dict."""
@@ -201,6 +228,17 @@ def _pieces(param: nn.Parameter) -> list[torch.Tensor]:
     if not is_sharded(param):
         return [param.data]
     return [param.ds_tensor.data, param.data]  # type: ignore[attr-defined]
+
+
+def _whole(param: nn.Parameter) -> torch.Tensor:
+    """Return the full value that all ranks' shards say, flat; empty where this rank holds no gathered copy."""
+    if not param.numel():
+        return param.data
+    shard: torch.Tensor = param.ds_tensor.data  # type: ignore[attr-defined]
+    group = param.ds_process_group  # type: ignore[attr-defined]
+    shards = [torch.empty_like(shard) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(shards, shard, group=group)
+    return torch.cat(shards)[: param.numel()]
 
 
 def gather(params: Iterable[nn.Parameter], modifier_rank: int | None) -> Any:

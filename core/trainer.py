@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -22,16 +22,17 @@ from transformers.trainer_utils import set_seed
 from ..registry.context import RunContext, Stage, Subject, Task, TaskKind
 from ..registry.errors import ArtifactError, CompatibilityError, RecipeError
 from ..registry.proxy import ProxyStrategy
-from .alignment import align
+from .alignment import align, whole_of
 from .arguments import PLUGIN_FIELDS, PROBE_MOMENTS, TrainingArguments
 from .artifacts import describe_base, load_stored, manifest, read_manifest
 from .checkpointing import WholeCheckpoints, check_belongs
 from .context import infer_task, make_context
 from .joint import check_joint, clip_each
 from .objective import Objective, last_output
-from .probing import Probing, Snapshot
+from .probing import Probing, Snapshot, own_batches
 from .recipe import Recipe, choose, observe
 from .sampling import asked_sampler
+from .sharding import ModelSharding
 from .staging import check_stages, go_through, place_to_resume, points_to_resume, stage_arguments, stage_keywords
 from .updates import Updates
 
@@ -80,8 +81,6 @@ class PluginTrainerMixin(WholeCheckpoints):
         if len(self.run.tasks) > 1:
             self.label_names = ["labels", "task_ids"]
         self.add_callback(_Moments(self))
-        # Who hands in rows later, as a federation does, aligns a stand-in itself.
-        self._to_align = isinstance(self.recipe.strategy, ProxyStrategy) and self.train_dataset is not None
 
     # ---- building the model
 
@@ -116,11 +115,14 @@ class PluginTrainerMixin(WholeCheckpoints):
                     remedy="hand in the base model or leave strategy out",
                 )
             model = strategy.prepare(model, self.run)
+        cast(ModelSharding, self.run.sharding).watch(model)
         self.stages = self._checked_stages(model, args)
         self._reference = Snapshot(model, self.run.sharding) if self.recipe.probes else None
         for regularizer in self.recipe.regularizers:
             regularizer.attach(model, self.run)
         self.objective = Objective(self.recipe.regularizers, self.run.tasks)
+        # Who hands in rows later, as a federation does, aligns a stand-in itself.
+        self._to_align = isinstance(strategy, ProxyStrategy) and self._given.get("train_dataset") is not None
         self._updates = Updates()
         self._tasks = self.run.tasks if strategy is None else strategy.tasks(self.run)
         return model
@@ -308,19 +310,35 @@ class PluginTrainerMixin(WholeCheckpoints):
         if self._reference is None:
             return
         self._settle()
-        subject = Subject(
-            model=self._equipped,
-            run=self.run,
-            reference=self._reference,
-            evaluate=self._evaluate_quietly if self.eval_dataset is not None else None,
-            step=self.state.global_step,
-        )
+        subject = self.subject()
         moments: Sequence[str] = getattr(self.args, "probe_moments", PROBE_MOMENTS)
         probing = Probing(self.recipe.probes, moments, self._run_dir)
         if moment == "begin" and subject.run.sharding.rank == 0:
             probing.log.rewind(subject.step or -1)
         if moment != "begin" or subject.step == 0:
-            probing.at(moment, subject, self.log, lambda m: observe("tunery_measured", run=self.run, measurement=m))
+            try:
+                probing.at(moment, subject, self.log, lambda m: observe("tunery_measured", run=self.run, measurement=m))
+            finally:
+                cast(ModelSharding, self.run.sharding).rest()
+
+    def subject(self) -> Subject:
+        """Return what the run's probes measure, as it is now."""
+        assert self._reference is not None, "only a run with probes keeps its pre-trained values"
+        evaluated = self.eval_dataset is not None
+        return Subject(
+            model=self._equipped,
+            run=self.run,
+            reference=self._reference,
+            evaluate=self._evaluate_quietly if evaluated else None,
+            batches=self._eval_batches if evaluated else None,
+            step=self.state.global_step,
+            whole=whole_of(self.recipe.strategy, self._equipped, self.run),
+        )
+
+    def _eval_batches(self) -> Iterator[Mapping[str, Any]]:
+        size = self.args.per_device_eval_batch_size
+        for batch in own_batches(self.get_eval_dataloader(), size, self.run.sharding):
+            yield self._prepare_inputs(batch)
 
     def _evaluate_quietly(self) -> Mapping[str, float]:
         loader = self.get_eval_dataloader()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from ..registry.context import TaskKind
@@ -59,51 +59,76 @@ def attention_projections(layers: Iterable[Layer]) -> list[str]:
 
 
 def add_lora(
-    model: nn.Module, run: RunContext, targets: list[str], *, r: int, alpha: float, dropout: float
+    model: nn.Module,
+    run: RunContext,
+    targets: Iterable[str],
+    *,
+    r: int,
+    alpha: float,
+    dropout: float,
+    modules_to_save: Iterable[str] = (),
 ) -> nn.Module:
     """Return a ``PeftModel`` with LoRA on the modules named, and the fresh head to train along.
 
     Args:
         model: the plain model, of a known architecture.
         run: the run it belongs to.
-        targets: full names of the modules to adapt.
+        targets: full names of the modules to adapt; may be none.
         r: rank.
         alpha: the update is scaled by alpha / r.
         dropout: probability of zeroing an element of an adapter's input, in training.
+        modules_to_save: full names of further modules that train whole.
     """
     from peft import LoraConfig, get_peft_model
+    from peft.utils.constants import DUMMY_TARGET_MODULES
 
+    fields = task_fields(model, run)
+    fields["modules_to_save"] = [*modules_to_save, *(fields["modules_to_save"] or ())] or None
     config: Any = LoraConfig(
         r=r,
         lora_alpha=alpha,  # type: ignore[arg-type]  # PEFT divides it; any number does
         lora_dropout=dropout,
-        target_modules=targets,
+        target_modules=list(targets) or DUMMY_TARGET_MODULES,  # PEFT's word for none
         fan_in_fan_out=run.anatomy(model).conv1d,
-        **task_fields(model, run),
+        **fields,
     )
     adapted: Any = model
     result: nn.Module = get_peft_model(adapted, config)
     return result
 
 
-def plug_adapter(model: Any, proxy: Any) -> nn.Module:
+def plug_adapter(
+    model: Any, proxy: Any, renamed: Callable[[str], str] = str, targets: Iterable[str] | None = None
+) -> nn.Module:
     """Return ``model`` with the adapter and head of ``proxy``: as a ``PeftModel``, or the one it is, brought up to date.
 
     Args:
-        model: a plain model whose modules have the names of those that the adapter belongs to, or what this returned.
+        model: a plain model with the modules that the adapter belongs to, or what this returned.
         proxy: the ``PeftModel`` to take the adapter from.
+        renamed: from the name of a module or parameter in ``proxy`` to its name in ``model``.
+        targets: full names of the modules to adapt; default: what the config of ``proxy`` says.
     """
     import torch
     from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
     if not isinstance(model, PeftModel):
+        config = copy.deepcopy(proxy.peft_config[proxy.active_adapter])
+        rename_modules(config, renamed, targets)
         with torch.random.fork_rng():  # its first values are drawn, and none of them stays
-            model = get_peft_model(model, copy.deepcopy(proxy.peft_config[proxy.active_adapter]))
+            model = get_peft_model(model, config)
     state = get_peft_model_state_dict(proxy, save_embedding_layers=False)
     with torch.no_grad():
-        set_peft_model_state_dict(model, state)
+        set_peft_model_state_dict(model, {renamed(name): value for name, value in state.items()})
     plugged: nn.Module = model
     return plugged
+
+
+def rename_modules(config: Any, renamed: Callable[[str], str], targets: Iterable[str] | None) -> None:
+    """Have a PEFT config name the modules of another model; see :func:`plug_adapter`."""
+    if targets is not None:
+        config.target_modules = set(targets)
+    if config.modules_to_save:
+        config.modules_to_save = [renamed(name) for name in config.modules_to_save]
 
 
 def export_adapter(model: Any, *, merge: bool) -> nn.Module:

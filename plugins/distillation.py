@@ -67,6 +67,18 @@ def real_tokens(batch: Mapping[str, Any], states: torch.Tensor) -> torch.Tensor:
     return real
 
 
+def state_distance(state: torch.Tensor, taught: torch.Tensor, real: torch.Tensor, objective: str) -> torch.Tensor:
+    """Return how far two layers' outputs (B, T, D) are apart over real tokens (B, T).
+
+    ``paper``: the squared norm of a row's difference, averaged over rows. ``normalised``: the mean square of the elements of
+    the difference over the root mean square of what is taught.
+    """
+    difference, aim = (state - taught)[real].float(), taught[real].float()
+    if objective == "paper":
+        return difference.square().sum() / len(state)
+    return difference.square().mean() / aim.square().mean()
+
+
 @contextmanager
 def modes_kept(*models: nn.Module) -> Iterator[None]:
     """Give every module its train/eval mode back, and every parameter its ``requires_grad``."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -254,6 +255,7 @@ class Subject:
         batches: yields the evaluation set's batches, collated, on the model's device, this rank's share of each; ``None``
             where there is none.
         step: optimizer steps done.
+        whole: of a model that is a stand-in (``ProxyStrategy``), makes it the full model inside a context; else ``None``.
     """
 
     model: nn.Module
@@ -262,6 +264,7 @@ class Subject:
     evaluate: Callable[[], Mapping[str, float]] | None = None
     batches: Callable[[], Iterable[Mapping[str, Any]]] | None = None
     step: int = 0
+    whole: Callable[[], AbstractContextManager[nn.Module]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

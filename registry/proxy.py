@@ -26,6 +26,8 @@ class ProxyStrategy(Strategy):
     Everything below runs where the full model is: with one owner, or on a federation's server. Only :meth:`statistics` runs
     on a client. Batches are what the model is called with, on its device; labels, where there are any, are not looked at.
 
+    :meth:`prepare` takes modules of the model apart and changes none of its tensors: a twin that shares them stays the model.
+
     Laws: those of a strategy, but for one. What :meth:`export` returns answers as what :meth:`plug_in` returns, within 1e-5,
     and not as the stand-in.
     """

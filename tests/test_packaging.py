@@ -51,6 +51,7 @@ PUBLIC = [
     "hookimpl",
     "keep_tasks",
     "load_run",
+    "probe_model",
 ]
 
 
@@ -111,9 +112,13 @@ def test_every_code_folder_is_a_package():
 
 
 def test_wheel_has_the_data_files(contents: set[str]):
-    """The bundled ZeRO presets and the typing marker are installed, and no other data file is."""
+    """The bundled ZeRO presets, the suites and the typing marker are installed, and no other data file is."""
     presets = {f"tunery/core/deepspeed/zero{stage}.json" for stage in (1, 2, 3)}
-    assert {n for n in contents if n.startswith("tunery/") and not n.endswith(".py")} == presets | {"tunery/py.typed"}
+    suites = {f"tunery/{path.relative_to(ROOT)}" for path in (ROOT / "benchmarks").rglob("*.yaml")}
+    assert {PurePosixPath(name).parent.name for name in suites} == {"suites", "recipes"}
+    assert {n for n in contents if n.startswith("tunery/") and not n.endswith(".py")} == presets | suites | {
+        "tunery/py.typed"
+    }
 
 
 def test_wheel_passes_check_wheel_contents(wheel: Path):

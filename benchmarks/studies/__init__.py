@@ -1,4 +1,4 @@
-"""What the papers claim about the methods, measured where every quantity is known: no model, no data, seconds to minutes.
+"""What papers claim of methods, and our report of its statistics, measured where every quantity is known: no model, no data.
 
 A study is a generator of :class:`~.report.Finding` handed to :func:`~.report.main`. Each runs by itself::
 

@@ -150,6 +150,21 @@ class DataArguments:
         default=0.1,
         metadata={"help": "Share of the training rows held out, class by class, where there is no validation split."},
     )
+    test_split: Literal["test", "validation"] = field(
+        default="test",
+        metadata={
+            "help": "Which split is the test split. With validation, it is the test split (the labels of many a test split "
+            "are secret), and a validation split is held out of train."
+        },
+    )
+    leave_out: Annotated[float, Ge(0), Lt(1)] = field(
+        default=0.0,
+        metadata={"help": "Share of the training rows to leave out at random: other ones with every seed of the run."},
+    )
+    split_seed: Annotated[int, Ge(0)] | None = field(
+        default=None,
+        metadata={"help": "Seed of the rows held out and of the samples drawn. Default: data_seed, else seed."},
+    )
 
     def __post_init__(self) -> None:
         """Check every value against its type, since recipes are read from YAML without one."""

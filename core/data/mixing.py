@@ -181,10 +181,11 @@ def encode_jointly(data: Sequence[TaskData], processing_class: Any, mixing: Mixi
 
         # One task's blocks are as long as another's rows only by chance.
         collate = DataCollatorForSeq2Seq(processing_class, label_pad_token_id=-100)
+    tests = [item.test for item in encoded]
     return EncodedData(
         train=JointRows([item.train for item in encoded], mixing),
         validation=JointRows([item.validation for item in encoded], mixing),
-        test=None,
+        test=None if any(rows is None for rows in tests) else JointRows(tests, mixing),
         data_collator=JointCollator(collate, any(item.task.kind is TaskKind.REGRESSION for item in data)),
     )
 

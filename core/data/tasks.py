@@ -59,7 +59,8 @@ def load_task_data(args: DataArguments, seed: int) -> TaskData:
 
     Args:
         args: source, columns and sizes.
-        seed: what the held-out rows and the samples depend on, and nothing else does. Runs to be compared share it.
+        seed: what the rows left out depend on; and the held-out rows and the samples, unless ``args.split_seed`` is given.
+            Nothing else does. Runs to be compared share the seed of their splits.
 
     Raises:
         DataError: the data cannot be read or does not make a task.
@@ -74,7 +75,7 @@ def build(args: DataArguments, raw: DatasetDict, seed: int) -> TaskData:
     Args:
         args: where everything given wins over what is inferred.
         raw: the splits as loaded, ``train`` among them.
-        seed: what the held-out rows and the samples depend on.
+        seed: as of :func:`load_task_data`.
 
     Raises:
         DataError: a column is missing, holds what the task cannot use, or cannot be inferred; labels are missing or
@@ -82,6 +83,9 @@ def build(args: DataArguments, raw: DatasetDict, seed: int) -> TaskData:
     """
     from datasets import DatasetDict
 
+    if args.test_split == "validation":
+        raw = _validation_as_test(raw, args)
+    split_seed = seed if args.split_seed is None else args.split_seed
     kind, columns = infer(args, raw["train"].features)
     is_pairs = kind is TaskKind.CAUSAL_LM and len(columns.text) > 1
     if is_pairs:
@@ -96,12 +100,14 @@ def build(args: DataArguments, raw: DatasetDict, seed: int) -> TaskData:
     prompt = columns.text[0] if generated else None
     if "validation" not in splits:
         train, held = (
-            hold_out_prompts(splits["train"], prompt, args.validation_fraction, seed)
+            hold_out_prompts(splits["train"], prompt, args.validation_fraction, split_seed)
             if prompt
-            else hold_out(splits["train"], args.validation_fraction, seed, by_class=bool(label_names))
+            else hold_out(splits["train"], args.validation_fraction, split_seed, by_class=bool(label_names))
         )
         splits = DatasetDict({**splits, "train": train, "validation": held})
-    drawn = {name: _drawn(split, name, args, prompt, seed) for name, split in splits.items()}
+    drawn = {name: _drawn(split, name, args, prompt, split_seed) for name, split in splits.items()}
+    if args.leave_out:
+        drawn["train"], _ = hold_out(drawn["train"], args.leave_out, seed, by_class=False)
     task = Task(
         name=_name(args, columns.label),
         kind=kind,
@@ -111,6 +117,15 @@ def build(args: DataArguments, raw: DatasetDict, seed: int) -> TaskData:
     return TaskData(
         task=task, splits=DatasetDict(drawn), columns=columns, max_length=args.max_length, decoding=args.decoding
     )
+
+
+def _validation_as_test(raw: DatasetDict, args: DataArguments) -> DatasetDict:
+    from datasets import DatasetDict
+
+    if "validation" not in raw:
+        owner = str(args.dataset_name or args.data_files or args.train_file)
+        raise DataError("test_split='validation' without a validation split", known=raw, owner=owner)
+    return DatasetDict({"train": raw["train"], "test": raw["validation"]})
 
 
 def _drawn(split: Dataset, name: str, args: DataArguments, prompt: str | None, seed: int) -> Dataset:

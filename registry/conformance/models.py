@@ -28,6 +28,7 @@ PIXELS = 8
 EVALUATED = 8
 _LABELS: dict[str, Any] = {"num_labels": LABELS}
 _WIDTH: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+_DEEP = 5
 _SPREAD = 0.2  # of initial weights; with the usual 0.02 so narrow a model has hardly a gradient below its head
 
 
@@ -115,6 +116,12 @@ class TinyModel:
         return {**row, "labels": labels, "task_ids": task}
 
 
+def _deep_bert(dropout: float) -> PretrainedConfig:
+    config = _bert(dropout)
+    config.num_hidden_layers = _DEEP
+    return config
+
+
 def _bert(dropout: float) -> PretrainedConfig:
     from transformers import BertConfig
 
@@ -191,6 +198,12 @@ MODELS = {
             auto="AutoModelForSequenceClassification",
             config=_bert,
             saved_names={"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"},
+        ),
+        TinyModel(
+            name="deep_bert_classifier",  # for what needs layers between the ends
+            kind=TaskKind.CLASSIFICATION,
+            auto="AutoModelForSequenceClassification",
+            config=_deep_bert,
         ),
         TinyModel(name="llama_causal_lm", kind=TaskKind.CAUSAL_LM, auto="AutoModelForCausalLM", config=_llama),
         TinyModel(name="gpt2_causal_lm", kind=TaskKind.CAUSAL_LM, auto="AutoModelForCausalLM", config=_gpt2),

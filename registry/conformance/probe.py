@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -15,6 +15,7 @@ from .workers import on_stage
 
 STEPS = 4
 SERVICES = ("gathered", "written", "local", "local_of", "sum_shards", "perturbed")
+EVALUATION = ("evaluation_loop", "get_eval_dataloader")
 
 
 class ProbeLaws(PluginLaws):
@@ -52,13 +53,14 @@ class ProbeLaws(PluginLaws):
         assert on_stage(stage, measure_midway, trial.job(stage, tmp_path)) == []
 
     def test_leaves_no_trace_when_it_fails(self, model: str, tmp_path: Path) -> None:
-        """The same when what the probe uses raises: at first, midway, and at last."""
+        """The same when what the probe uses raises or is interrupted: at first, midway, and at last."""
         trial = self.trial(model, dropout=True, accumulation=2)
-        calls = _count_calls(trial, tmp_path / "count")
-        assert calls, "the probe uses neither the model, nor its sharding, nor the evaluation"
-        for call in sorted({1, calls // 2 + 1, calls}):
-            found = measure_midway(trial.job(ONE, tmp_path / str(call)), failing_at=call)
-            assert found == [], f"failing at call {call} of {calls}"
+        assert measure_midway(trial.job(ONE, tmp_path), failing_at=(0.0, 0.5, 1.0)) == []
+
+    def test_leaves_no_trace_when_it_fails_on_every_stage(self, stage: str, tmp_path: Path) -> None:
+        """The same on every rank of two processes."""
+        trial = self.trial(self.first_model(), dropout=True, accumulation=2)
+        assert on_stage(stage, measure_midway, trial.job(stage, tmp_path), (0.5, 1.0)) == []
 
     def test_measures_the_same_on_every_stage(self, model: str, strategy: str, stage: str) -> None:
         """Two ranks of any stage measure what one process measures."""
@@ -92,8 +94,14 @@ def _what(row: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key != "value"}
 
 
-def measure_midway(job: Job, failing_at: int = 0) -> list[str]:
-    """Measure between two micro-batches and after a step; return what differs afterwards, of any rank."""
+def measure_midway(job: Job, failing_at: Sequence[float] = ()) -> list[str]:
+    """Measure between two micro-batches and after a step; return what differs afterwards, of any rank.
+
+    Args:
+        job: the training.
+        failing_at: where further measurements fail, once by an error and once by an interruption: 0 at the first call of
+            what the probe is given, 1 at the last. Two places of the training are enough for these.
+    """
     from transformers import TrainerCallback
 
     differing: set[str] = set()
@@ -109,11 +117,19 @@ def measure_midway(job: Job, failing_at: int = 0) -> list[str]:
         def watch(self) -> None:
             nonlocal measured
             before = everything(trainer)
-            with _Failing(trainer, failing_at) as failing:
+            with _Failing(trainer) as counting:
                 trainer.probe("evaluate")
-            measured += 1
-            assert failing.raised == bool(failing_at)
             differing.update(changed(before, everything(trainer)))
+            for place in failing_at if measured < 2 else ():
+                assert counting.calls, "the probe uses neither the model, nor its sharding, nor the evaluation"
+                call = 1 + round(place * (counting.calls - 1))
+                for fault in (_Fault, _Interruption):
+                    with _Failing(trainer, call, fault) as failing:
+                        trainer.probe("evaluate")
+                    assert failing.raised, f"call {call} of {counting.calls} was not made again"
+                    found = changed(before, everything(trainer))
+                    differing.update(f"{what} after {fault.__name__} at {call}" for what in found)
+            measured += 1
 
     with tiny_process():
         trainer = job.trainer(callbacks=[Midway()])
@@ -136,21 +152,27 @@ class _Fault(Exception):
     """What a service raises to see whether a probe tidies up."""
 
 
+class _Interruption(KeyboardInterrupt):
+    """What a user does for the same reason."""
+
+
 class _Failing:
     """Counts the calls a probe makes of what it is given, and raises at one of them.
 
     Args:
-        trainer: whose sharding, evaluation and model are watched.
+        trainer: whose sharding, evaluation and model, at its beginning and in its middle, are watched.
         at: the call that raises; 0 for none.
+        fault: what it raises.
 
     Attributes:
         calls: how many there were.
         raised: whether the fault came back to whoever asked for the measurement.
     """
 
-    def __init__(self, trainer: Any, at: int = 0) -> None:
+    def __init__(self, trainer: Any, at: int = 0, fault: type[BaseException] = _Fault) -> None:
         self._trainer = trainer
         self._at = at
+        self._fault = fault
         self.calls = 0
         self.raised = False
 
@@ -158,31 +180,30 @@ class _Failing:
         sharding = self._trainer.run.sharding
         for name in SERVICES:
             setattr(sharding, name, self._watched(getattr(sharding, name)))
-        self._trainer.evaluation_loop = self._watched(self._trainer.evaluation_loop)
-        self._hook = self._trainer.model.register_forward_pre_hook(self._watched(lambda *_: None))
+        for name in EVALUATION:
+            setattr(self._trainer, name, self._watched(getattr(self._trainer, name)))
+        modules = list(self._trainer.model.modules())
+        # DeepSpeed's own record of a pass does not survive one that stops on the way under ZeRO-3.
+        places = () if sharding.zero_stage == 3 else (0, len(modules) // 2)
+        watched = self._watched(lambda *_: None)
+        self._hooks = [modules[place].register_forward_pre_hook(watched) for place in places]
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
-        self._hook.remove()
-        del self._trainer.evaluation_loop
+        for hook in self._hooks:
+            hook.remove()
+        for name in EVALUATION:
+            delattr(self._trainer, name)
         for name in SERVICES:
             delattr(self._trainer.run.sharding, name)
-        self.raised = kind is _Fault
+        self.raised = kind is self._fault
         return self.raised
 
     def _watched(self, service: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             self.calls += 1
             if self.calls == self._at:
-                raise _Fault
+                raise self._fault
             return service(*args, **kwargs)
 
         return call
-
-
-def _count_calls(trial: Trial, folder: Path) -> int:
-    with tiny_process():
-        trainer = trial.trainer(folder)
-        with _Failing(trainer) as watched:
-            trainer.probe("end")
-    return watched.calls

@@ -140,6 +140,18 @@ class RegularizerLaws(PluginLaws):
         trial = self.gradients(model, options={"activation_checkpointing": checkpointing})
         assert_same_gradients(trial, stage, self.gradients(model), "ddp" if self.stochastic else ONE)
 
+    def test_same_gradients_accumulated_on_every_stage(self, stage: str, checkpointing: bool) -> None:
+        """The same with four micro-batches on each rank; what looks at whole batches or draws is compared with DDP."""
+        regularizer = self.entry().cls
+        assert issubclass(regularizer, Regularizer)
+        as_split = self.stochastic or regularizer.batch_wise
+        trial = self.gradients(self.first_model(), batch=16, rows=48, accumulation=4)
+        again = trial.but(options={"activation_checkpointing": checkpointing})
+        if as_split:
+            assert_same_gradients(again, stage, trial, "ddp")
+        else:
+            assert_same_gradients(again, stage, trial.but(accumulation=1))
+
     @pytest.mark.parametrize("step", KILLED_AFTER)
     def test_resumes_as_if_never_killed(self, model: str, step: int) -> None:
         """Killed after a step and resumed, it ends with the same bits, dropout on."""

@@ -59,6 +59,16 @@ class TestProxySubFm(StrategyLaws):
 
 class TestProxySubFmAligned(StrategyLaws):
     plugin = "proxy_sub_fm:ratio=0.5,retained=[0],r=4,dropout=0,distill_steps=3"
+    models = ("bert_classifier",)
+
+
+class TestOffsite(StrategyLaws):
+    plugin = "offsite:adapter_layers=[1,0],emulator_layers=0,r=4,dropout=0"
+
+
+class TestOffsiteDistilled(StrategyLaws):
+    plugin = "offsite:adapter_layers=[1,1],emulator_layers=2,tune=layers,distill_steps=2"
+    models = ("deep_bert_classifier",)
 
 
 class TestMultiLora(JointStrategyLaws):
@@ -85,6 +95,76 @@ class TestL2SpDecoupled(RegularizerLaws):
 
 class TestWeightDistance(ProbeLaws):
     plugin = "weight_distance"
+
+
+class TestGaussian(ProbeLaws):
+    plugin = "gaussian:gammas=[0.2,1.0],draws=2"
+    models = ("bert_classifier", "gpt2_causal_lm")
+
+
+class TestInterpolation(ProbeLaws):
+    plugin = "interpolation:lambdas=[-0.2,0.5]"
+    models = ("bert_classifier",)
+    stages = ("ddp", "zero2")
+    strategies = ("full",)
+
+
+class TestInterpolationByDifferences(ProbeLaws):
+    plugin = "interpolation:direction=fine_tuning,lambdas=[-1.0,0.5],method=finite_difference"
+    models = ("llama_causal_lm",)
+    stages = ("zero3",)
+    strategies = ("full",)
+
+
+class TestHessian(ProbeLaws):
+    plugin = "hessian:draws=2,iterations=1"
+    stages = ("ddp", "zero2")
+
+
+class TestHessianByDifferences(ProbeLaws):
+    plugin = "hessian:draws=2,iterations=1,method=finite_difference,step=0.05"  # a short one is rounded
+    models = ("bert_classifier",)
+    stages = ("zero3",)
+    strategies = ("full",)
+
+
+class TestFeatureDrift(ProbeLaws):
+    plugin = "feature_drift"
+    models = ("bert_classifier",)
+    stages = ("ddp", "zero3")
+
+
+class TestNoiseStability(ProbeLaws):
+    plugin = "noise_stability:draws=1,sigma=0.1"
+    stages = ("ddp", "zero3")
+    strategies = ("full",)
+
+
+class TestApoz(ProbeLaws):
+    plugin = "apoz:threshold=0.1"
+    stages = ("ddp", "zero3")
+    strategies = ("full",)
+
+
+class TestClassPerplexity(ProbeLaws):
+    plugin = "class_perplexity"
+    stages = ("ddp", "zero3")
+    strategies = ("full",)
+
+
+class TestDataPerturbation(ProbeLaws):
+    plugin = "data_perturbation:leave_one_out=3,reruns=2,share=0.2"
+    models = ("bert_classifier", "llama_causal_lm")
+    stages = ("ddp", "zero3")
+    strategies = ("head",)
+
+
+class TestGradientGap(ProbeLaws):
+    plugin = "gradient_gap"
+    strategies = (
+        "proxy_sub_fm:retained=[0],r=2,dropout=0",
+        "offsite:adapter_layers=[1,0],emulator_layers=0,r=2,dropout=0",
+    )
 
 
 class TestMixOut(RegularizerLaws):

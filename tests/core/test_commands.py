@@ -354,7 +354,15 @@ def test_merge_what_cannot_merge(finished: Any, place: Path, cli: Cli, listing: 
     [
         (("plugins", "show", "weight_distanse"), "did you mean 'weight_distance'?"),
         (("probe", "lora", "--model", "run"), "no probe is called 'lora'"),
-        (("probe", "weight_distance", "--model", "run", "--jsn"), "cannot read '--jsn'; known: --model FOLDER, --json"),
+        (("probe", "weight_distance", "--model", "run", "--jsn"), "did you mean 'json'?"),
+        (("probe", "weight_distance"), "no model to measure; give --model, --models or --runs"),
+        (("probe", "--models", "run", "weight_distance"), "the probe's name comes first"),
+        (("probe", "weight_distance", "--runs", "out/*"), "--runs 'out/*' fits no folder"),
+        (("probe", "weight_distance", "--models", "a", "b", "--revisions", "r"), "revisions of 2 models"),
+        (("probe", "weight_distance", "--models", "a", "b", "--tokens", "1B"), "1 --tokens for 2 models"),
+        (("probe", "weight_distance", "--model", "a", "--tokens", "many"), "'many' is no count; known: 1e9, 41B, 2.4T"),
+        (("probe", "weight_distance", "--model", "a", "--dataset_nam", "x"), "did you mean 'dataset_name'?"),
+        (("probe", "weight_distance", "--model", "no/such"), "no folder no/such"),
     ],
 )
 def test_other_commands(arguments: tuple[str, ...], says: str, place: Path, cli: Cli):
@@ -422,7 +430,18 @@ def test_help_names_every_command(cli: Cli):
     code, out, _ = cli("--help")
     assert code == 0
     listed = re.findall(r"^│ (\w+)", out, flags=re.MULTILINE)
-    assert listed == ["train", "export", "probe", "env", "federate", "tasks", "plugins"]
+    assert sorted(listed) == [
+        "bench",
+        "env",
+        "export",
+        "federate",
+        "plugins",
+        "probe",
+        "report",
+        "sensitivity",
+        "tasks",
+        "train",
+    ]
 
 
 def test_plugins_list(cli: Cli):

@@ -14,12 +14,17 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
+from transformers import default_data_collator
 
 from tunery.core.anatomy import find_anatomy
-from tunery.core.probing import MeasurementLog, Probing, Snapshot, measure, untouched
+from tunery.core.probing import MeasurementLog, Probing, Snapshot, measure, probe_model, shares, untouched
 from tunery.core.sharding import ModelSharding
+from tunery.registry.conformance.models import MODELS, base_model
+from tunery.registry.conformance.trials import Trial
 from tunery.registry.context import Measurement, RunContext, Subject, Task, TaskKind
 from tunery.registry.contracts import Probe
+from tunery.registry.errors import DataError
 
 
 class Meddler(Probe):
@@ -213,3 +218,48 @@ def test_moments(subject: Subject, tmp_path: Path):
         ("meddler", "end", 3, "draw"),
         ("meddler", "end", 3, "last"),
     ]
+
+
+# ---- batches, and a bare model
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 9, 64, 65])
+@pytest.mark.parametrize(("batch_size", "ranks"), [(1, 1), (8, 1), (1, 2), (3, 2), (8, 2), (4, 3)])
+def test_shares_hold_every_row_once(rows: int, batch_size: int, ranks: int):
+    """All ranks together see each row once, in equally many batches, none of them empty or much too large."""
+    if rows < ranks:
+        with pytest.raises(DataError, match=rf"{rows} rows for {ranks} processes"):
+            shares(rows, batch_size, ranks, 0)
+        return
+    by_rank = [shares(rows, batch_size, ranks, rank) for rank in range(ranks)]
+    assert sorted(row for own in by_rank for batch in own for row in batch) == list(range(rows))
+    assert len({len(own) for own in by_rank}) == 1
+    assert all(1 <= len(batch) <= batch_size + 1 for own in by_rank for batch in own)
+
+
+@pytest.mark.parametrize("loader", [False, True], ids=["rows", "loader"])
+def test_a_bare_model_is_probed_from_python(loader: bool):
+    """A model, rows and a probe's name are enough, and the model is as it was."""
+    tiny = MODELS["bert_classifier"]
+    model = tiny.load(base_model("bert_classifier", True))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    random_before = torch.get_rng_state()
+    rows: Any = tiny.rows(9)
+    if loader:
+        rows = DataLoader(rows, batch_size=4, collate_fn=default_data_collator)
+    measured = probe_model(model.train(), "weight_distance", rows)
+    assert measured[0].value == 0.0
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), random_before)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_subject_has_the_evaluation_set(tmp_path: Path):
+    """Its batches hold every evaluation row once, and their loss is what the evaluation says."""
+    trainer = Trial(probes=("weight_distance",)).trainer(tmp_path)
+    subject = trainer.subject()
+    batches = list(subject.batches())
+    assert sum(len(batch["labels"]) for batch in batches) == len(trainer.eval_dataset)
+    with torch.no_grad():
+        losses = [subject.model.eval()(**batch).loss.item() for batch in batches]
+    assert np.mean(losses) == pytest.approx(subject.evaluate()["eval_loss"])

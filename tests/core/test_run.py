@@ -15,8 +15,9 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from tunery.core.finished import load_run, probe_run
+from tunery.core.finished import load_run
 from tunery.core.options import build_options
+from tunery.core.probe_points import probe_run
 from tunery.core.run import peak_memory, stored_parameters, train
 from tunery.registry.errors import ArtifactError, CompatibilityError, RecipeError, TuneryError
 
@@ -32,6 +33,7 @@ RESULT_KEYS = {
     "seed",
     "plugins",
     "base_model",
+    "data",
     "versions",
 }
 
@@ -64,6 +66,7 @@ def test_result_json(compared: tuple[Path, dict[str, Any]], tiny: Any):
     assert result["main_metrics"] == ["accuracy"]
     assert result["seed"] == 7
     assert result["base_model"] == str(tiny.base)
+    assert result["data"] == {"train_file": str(tiny.rows), "max_length": 16}
     assert [(plugin["kind"], plugin["name"]) for plugin in result["plugins"]] == [
         ("strategy", "lora"),
         ("regularizer", "l2_sp"),
@@ -367,3 +370,62 @@ def test_several_tasks_need_a_strategy_that_takes_them(tiny: Any, tmp_path: Path
         with pytest.raises(CompatibilityError, match=f"{words}.*known: multi_lora"):
             train(build_options(keys))
     assert not (tmp_path / "run").exists()
+
+
+def test_scores_the_test_split(tiny: Any, tmp_path: Path):
+    """``do_predict`` scores the test split with the final weights, beside validation, majority included."""
+    rows = tiny.rows.read_text(encoding="utf-8")
+    (tmp_path / "validation.jsonl").write_text(rows, encoding="utf-8")
+    keys = tiny.given(
+        validation_file=str(tmp_path / "validation.jsonl"),
+        test_split="validation",
+        do_predict=True,
+        baselines=["majority"],
+        output_dir=str(tmp_path / "run"),
+    )
+    result = train(build_options(keys))
+    assert set(result["metrics"]) == {
+        f"{prefix}{name}" for prefix in ("", "test_") for name in ("loss", "accuracy", "f1")
+    }
+    labels = [json.loads(line)["label"] for line in rows.splitlines()]
+    most = max(labels.count("yes"), labels.count("no")) / len(labels)
+    assert result["baselines"]["majority"]["metrics"]["test_accuracy"] == most
+    again = load_run(tmp_path / "run")
+    with torch.no_grad():
+        tokenizer = AutoTokenizer.from_pretrained(tiny.base)
+        texts = [json.loads(line)["text"] for line in rows.splitlines()]
+        logits = again.model(**tokenizer(texts, return_tensors="pt", padding=True)).logits
+    answers = [("no", "yes")[int(row)] for row in logits.argmax(-1)]
+    right = sum(answer == label for answer, label in zip(answers, labels, strict=True))
+    assert result["metrics"]["test_accuracy"] == right / len(labels)
+
+
+def test_do_predict_needs_a_test_split(tiny: Any, tmp_path: Path):
+    with pytest.raises(TuneryError, match="do_predict without a labelled test split"):
+        train(build_options(tiny.given(do_predict=True, output_dir=str(tmp_path / "run"))))
+
+
+def test_early_stopping(tiny: Any, tmp_path: Path):
+    """With a learning rate of 0 nothing gets better: the run ends after the first evaluation and ``patience`` more."""
+    keys = tiny.given(
+        learning_rate=0.0,
+        max_steps=50,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="steps",
+        save_steps=2,
+        save_only_model=True,
+        save_total_limit=1,
+        load_best_model_at_end=True,
+        early_stopping_patience=3,
+        output_dir=str(tmp_path / "run"),
+    )
+    train(build_options(keys))
+    state = json.loads((tmp_path / "run" / "trainer_state.json").read_text(encoding="utf-8"))
+    assert state["global_step"] == 8
+    assert state["best_global_step"] == 2
+
+
+def test_early_stopping_needs_the_best_model(tiny: Any):
+    with pytest.raises(RecipeError, match="early_stopping_patience without load_best_model_at_end"):
+        build_options(tiny.given(early_stopping_patience=3))

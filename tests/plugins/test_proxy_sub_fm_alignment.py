@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +13,22 @@ import transformers
 from safetensors.torch import load_file
 
 import tunery
+from tunery.core.artifacts import load_stored
 from tunery.core.context import infer_task, make_context
 from tunery.core.finished import _Bare
+from tunery.plugins.distillation import state_distance
 from tunery.plugins.strategies.proxy_sub_fm import ProxySubFm
 from tunery.plugins.strategies.proxy_sub_fm.alignment import (
     distillation_loss,
     idle_masks,
-    state_distance,
     weight_distance,
     weight_product,
 )
 from tunery.plugins.strategies.proxy_sub_fm.neurons import Block, find_blocks, most
 from tunery.registry.conformance.models import MODELS, base_model
+from tunery.registry.conformance.traces import anatomy_of
 from tunery.registry.conformance.trials import Trial
+from tunery.registry.errors import ArtifactError
 
 KIND = "bert_classifier"
 TINY = MODELS[KIND]
@@ -148,6 +153,23 @@ def test_the_model_made_whole_teaches_what_the_model_itself_does() -> None:
     assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
 
 
+def test_a_twin_that_shares_the_tensors_stays_the_model() -> None:
+    """Taught by it, realigned with it and plugged into it: one owner of the weights suffices."""
+    model = TINY.load(base_model(KIND, dropout=False))
+    expected = TINY.logits(model)
+    twin = copy.deepcopy(model, memo={id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+    run = make_context(model, _Bare(seed=7), [infer_task(model)])
+    strategy = ProxySubFm(ProxySubFm.Config(retained=(0,), distill_steps=2, learning_rate=1e-2))
+    proxy = strategy.prepare(model, run)
+    strategy.distill(twin, proxy, batches(), run)
+    torch.testing.assert_close(TINY.logits(twin), expected, rtol=0, atol=0)
+    full = strategy.plug_in(twin, proxy, run)
+    before = proxy.state_dict()["base_model.model.bert.encoder.layer.1.output.dense.weight"].clone()
+    strategy.realign(full, proxy, strategy.statistics(proxy, batches(), run), batches(), run)
+    assert not torch.equal(proxy.state_dict()["base_model.model.bert.encoder.layer.1.output.dense.weight"], before)
+    torch.testing.assert_close(TINY.logits(full), expected, rtol=0, atol=0)
+
+
 def test_first_loss_is_equation_13_of_the_two_models() -> None:
     """From the hidden states that transformers itself returns."""
     strategy, full, proxy, run = prepared(distill_steps=1, mu=0.5)
@@ -202,6 +224,55 @@ def test_resuming_does_not_align_again(tmp_path: Path) -> None:
     stored = load_file(ALIGNED.run().folder / "strategy.safetensors")
     live = dict(trainer.model.named_parameters())
     assert all(torch.equal(value, live[name]) for name, value in stored.items())
+
+
+def test_regularizers_are_off_while_a_run_aligns(tmp_path: Path) -> None:
+    """No hook of one is on the model then, and it is back for training."""
+    trainer = ALIGNED.but(regularizers=("lnsr:sigma=0.5,layer=0",)).trainer(tmp_path)
+    strategy, seen = trainer.recipe.strategy, []
+
+    def hooks() -> int:
+        return sum(count for _, _, count in anatomy_of(trainer.model)["hooks"])
+
+    class Spy(type(strategy)):
+        def distill(self, *given: Any) -> Any:
+            seen.append(hooks())
+            return super().distill(*given)
+
+    attached = hooks()
+    strategy.__class__ = Spy
+    trainer.train()
+    assert attached > seen[0] == sum(count for _, _, count in anatomy_of(prepared()[2])["hooks"])
+    assert hooks() == attached
+    assert trainer.alignment["alignment_steps"] == 3
+
+
+def test_rows_that_come_later_are_not_aligned_on(tmp_path: Path) -> None:
+    """A federation hands clients' rows to a Trainer built without any, and aligns on rows of its own."""
+    rows = TINY.rows(8)
+    args = tunery.TrainingArguments(
+        output_dir=str(tmp_path),
+        strategy=ALIGNED.strategy,
+        use_cpu=True,
+        report_to="none",
+        max_steps=1,
+        disable_tqdm=True,
+    )
+    trainer = tunery.Trainer(model=TINY.load(base_model(KIND, dropout=False)), args=args)
+    trainer.train_dataset = rows
+    trainer.train()
+    assert trainer.alignment == {}
+
+
+def test_a_file_of_another_sub_model_is_refused(tmp_path: Path) -> None:
+    """Stored neurons that do not fit are one line."""
+    folder = shutil.copytree(ALIGNED.run().folder, tmp_path / "run")
+    trainer = Trial(strategy="proxy_sub_fm:ratio=0.75,retained=[0],r=2").trainer(tmp_path / "other")
+    with pytest.raises(ArtifactError, match="does not fit") as caught:
+        load_stored(trainer.model, folder)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ArtifactError, match="lacks"):
+        load_stored(torch.nn.Linear(1, 1), folder)
 
 
 # ---- during tuning
@@ -266,6 +337,8 @@ def test_realigning_changes_the_idle_neurons_alone() -> None:
     assert moved == {enter, bias, leave}
     assert torch.equal(after[enter][rest], before[enter][rest]) and torch.equal(after[bias][rest], before[bias][rest])
     assert torch.equal(after[leave][:, rest], before[leave][:, rest])
+    changed = sum(int((after[name] != before[name]).sum()) for name in moved)
+    assert 0.9 * strategy.realigned(proxy, run) < changed <= strategy.realigned(proxy, run) == 4 * (16 + 1 + 16)
     assert (after[enter][idle] != before[enter][idle]).any(1).all()
     assert (after[leave][:, idle] != before[leave][:, idle]).any(0).all()
 

@@ -201,6 +201,15 @@ class ProxySubFm(ProxyStrategy):
         masks = [mask for block in blocks for mask in idle_masks(block, statistics, self.config.share)]
         return self._align(model, proxy, batches, run, self.config.realign_steps, parameters, masks)
 
+    def realigned(self, proxy: nn.Module, run: RunContext) -> int:
+        """Return how many numbers an alignment during tuning changes: those of the most idle share of the kept neurons."""
+        return sum(
+            getattr(module, name).numel() // block.width * round(self.config.share * block.width)
+            for block in self._narrow(proxy, run)
+            for module, name, dim in block.parts()
+            if dim is not None
+        )
+
     def _align(
         self,
         model: nn.Module | None,
@@ -256,15 +265,6 @@ class ProxySubFm(ProxyStrategy):
                 return hidden_states(full.eval(), layers, batch), products
 
         return taught
-
-    def realigned(self, proxy: nn.Module, run: RunContext) -> int:
-        """Return the numbers of the idle share's rows, biases and columns."""
-        return sum(
-            round(self.config.share * block.width) * (getattr(module, name).numel() // block.width)
-            for block in self._narrow(proxy, run)
-            for module, name, dim in block.parts()
-            if dim is not None
-        )
 
     def export(self, model: nn.Module, run: RunContext, *, merge: bool = False) -> nn.Module:
         """Return the full model: a ``PeftModel`` with the adapter, or with ``merge`` the plain model it is folded into."""

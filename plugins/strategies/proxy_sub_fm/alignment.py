@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from ...distillation import UNSEEN, modes_kept, real_tokens
+from ...distillation import UNSEEN, modes_kept, real_tokens, state_distance
 from .neurons import Block, most
 
 if TYPE_CHECKING:
@@ -28,18 +28,6 @@ def weight_product(block: Block) -> torch.Tensor:
     enter, leave = block.enter[-1].weight, block.leave.weight
     product: torch.Tensor = (enter @ leave).T if block.conv1d else leave @ enter
     return product
-
-
-def state_distance(state: torch.Tensor, taught: torch.Tensor, real: torch.Tensor, objective: str) -> torch.Tensor:
-    """Return how far two layers' outputs (B, T, D) are apart over real tokens (B, T).
-
-    ``paper``: the squared norm of a row's difference, averaged over rows. ``normalised``: the mean square of the elements of
-    the difference over the root mean square of what is taught.
-    """
-    difference, aim = (state - taught)[real].float(), taught[real].float()
-    if objective == "paper":
-        return difference.square().sum() / len(state)
-    return difference.square().mean() / aim.square().mean()
 
 
 def weight_distance(product: torch.Tensor, taught: torch.Tensor, objective: str) -> torch.Tensor:

@@ -1,0 +1,232 @@
+"""Who did better, and by how much more than the seeds' noise: methods of one suite, or two runs of one suite.
+
+A method is compared with another by the same seeds: on each task, and on average, where a seed's value is its mean over the
+tasks. p-values are corrected by Holm's method within each of the two families, all tasks x methods and all averages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..registry.errors import did_you_mean
+from .results import ResultError, Results
+from .statistics import Comparison, Summary, compare, holm, summarize, variance_p
+
+AVERAGE = "average"
+Scores = Mapping[tuple[str, str], Mapping[int, float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Versus:
+    """One method against another (or an earlier self), on one task or on average.
+
+    Attributes:
+        task: the task, or ``average``.
+        method: the method; positive differences favour it.
+        comparison: by seed, in the metric's own unit.
+        p: of the paired t test, corrected by Holm's method; ``None`` of too few seeds.
+        variance_p: of Brown and Forsythe's test, corrected likewise; ``None`` also on average.
+    """
+
+    task: str
+    method: str
+    comparison: Comparison
+    p: float | None = None
+    variance_p: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standings:
+    """A suite's results, summarized.
+
+    Attributes:
+        results: every cell.
+        baseline: the method the others are compared with.
+        scale: by task, what a score is multiplied by to be shown: 100, in points; 1 of what is no score, such as a loss.
+        summaries: by task and method, of those that have a score.
+        failed: by task and method, how many runs failed or were degenerate.
+        averages: by method, mean and standard deviation over seeds averaged over tasks, as papers print them; of methods
+            with a score on every task, where all tasks are scored in points.
+        versus: by task (or ``average``) and method, the comparison with the baseline.
+    """
+
+    results: Results
+    baseline: str
+    scale: Mapping[str, float]
+    summaries: Mapping[tuple[str, str], Summary]
+    failed: Mapping[tuple[str, str], int]
+    averages: Mapping[str, tuple[float, float | None]]
+    versus: Mapping[tuple[str, str], Versus]
+
+
+def standings(results: Results, baseline: str | None = None) -> Standings:
+    """Summarize a suite's results and compare every method with one of them.
+
+    Args:
+        results: the suite's cells.
+        baseline: a method; default: the suite's first.
+
+    Raises:
+        ResultError: no method is called so, nothing has run, or the runs of a task have different main metrics.
+    """
+    methods = results.methods
+    if not methods:
+        raise ResultError(f"{results.folder} holds no whole result", remedy="run tunery bench again")
+    if baseline is not None and baseline not in methods:
+        raise ResultError(f"no method {baseline!r}", known=methods, remedy=did_you_mean(baseline, methods))
+    chosen = baseline or methods[0]
+    higher = directions(results)
+    scores = scores_of(results)
+    cells = {(task, method): results.of(task, method) for task in results.tasks for method in methods}
+    failed = {key: sum(cell.failed for cell in runs) for key, runs in cells.items() if runs}
+    summaries = {
+        (task, method): summarize(
+            list(found.values()),
+            failed=failed[task, method],
+            runs=len(cells[task, method]),
+            higher=higher[task],
+        )
+        for (task, method), found in scores.items()
+    }
+    scale = {task: _scale(higher[task], task, scores) for task in results.tasks}
+    averages = {}
+    if set(scale.values()) == {100}:
+        for method in methods:
+            found = [summaries.get((task, method)) for task in results.tasks]
+            whole = [summary for summary in found if summary is not None]
+            if len(whole) == len(found):
+                spreads = [summary.sd for summary in whole if summary.sd is not None]
+                spread = sum(spreads) / len(spreads) if len(spreads) == len(whole) else None
+                averages[method] = (sum(summary.mean for summary in whole) / len(whole), spread)
+    others = [method for method in methods if method != chosen]
+    theirs = {(task, method): scores.get((task, chosen), {}) for task in results.tasks for method in others}
+    versus = compare_scores(scores, theirs, results.tasks, others, higher, average=set(scale.values()) == {100})
+    return Standings(
+        results=results,
+        baseline=chosen,
+        scale=scale,
+        summaries=summaries,
+        failed=failed,
+        averages=averages,
+        versus={(one.task, one.method): one for one in versus},
+    )
+
+
+def compare_runs(results: Results, other: Results) -> list[Versus]:
+    """Compare each method with itself in another folder of results, by task and seed.
+
+    Raises:
+        ResultError: the two share no cell that ran, or their tasks have different main metrics.
+    """
+    higher, before = directions(results), directions(other)
+    tasks = [task for task in results.tasks if task in before]
+    for task in tasks:
+        if metric_of(results, task) != metric_of(other, task):
+            raise ResultError(
+                f"task {task!r} is scored by {metric_of(results, task)[0]} here and by {metric_of(other, task)[0]} there",
+                owner=str(other.folder),
+            )
+    ours, theirs = scores_of(results), scores_of(other)
+    in_points = {_scale(higher[task], task, scores) for task in tasks for scores in (ours, theirs)} == {100}
+    found = compare_scores(ours, theirs, tasks, results.methods, higher, average=in_points)
+    if not found:
+        raise ResultError(f"{results.folder} and {other.folder} share no task, method and seed that ran in both")
+    return found
+
+
+def compare_scores(
+    ours: Scores,
+    theirs: Scores,
+    tasks: Sequence[str],
+    methods: Iterable[str],
+    higher: Mapping[str, bool],
+    *,
+    average: bool = True,
+) -> list[Versus]:
+    """Compare scores by (task, method) and seed with others of the same (task, method) and seed.
+
+    Args:
+        ours: scores of the methods in question.
+        theirs: what each is compared with.
+        tasks: tasks to compare on.
+        methods: methods to compare.
+        higher: by task, whether a higher score is better.
+        average: whether scores of different tasks may be averaged.
+    """
+    by_task, by_method = [], []
+    for method in methods:
+        for task in tasks:
+            a, b = ours.get((task, method), {}), theirs.get((task, method), {})
+            one = _versus(task, method, a, b, higher[task])
+            if one:
+                by_task.append(replace(one, variance_p=variance_p(list(a.values()), list(b.values()))))
+        if average and len(tasks) > 1:
+            one = _versus(
+                AVERAGE, method, seed_averages(ours, method, tasks), seed_averages(theirs, method, tasks), True
+            )
+            by_method += [one] if one else []
+    spreads = holm([one.variance_p for one in by_task])
+    by_task = [replace(one, variance_p=p) for one, p in zip(by_task, spreads, strict=True)]
+    return [*_corrected(by_method), *_corrected(by_task)]
+
+
+def _versus(
+    task: str, method: str, ours: Mapping[int, float], theirs: Mapping[int, float], higher: bool
+) -> Versus | None:
+    seeds = sorted(ours.keys() & theirs.keys())
+    if not seeds:
+        return None
+    pair = [ours[seed] for seed in seeds], [theirs[seed] for seed in seeds]
+    return Versus(task=task, method=method, comparison=compare(*pair, higher=higher))
+
+
+def _corrected(family: Sequence[Versus]) -> list[Versus]:
+    corrected = holm([one.comparison.p for one in family])
+    return [replace(one, p=p) for one, p in zip(family, corrected, strict=True)]
+
+
+def scores_of(results: Results) -> dict[tuple[str, str], dict[int, float]]:
+    """Return the scores by (task, method) and seed; runs without one are left out, degenerate ones are not."""
+    found: dict[tuple[str, str], dict[int, float]] = {}
+    for cell in results.cells:
+        if cell.score is not None:
+            found.setdefault((cell.task, cell.method), {})[cell.seed] = cell.score
+    return found
+
+
+def seed_averages(scores: Scores, method: str, tasks: Sequence[str]) -> dict[int, float]:
+    """Return a method's mean over the tasks, by seed; of seeds that have a score on every task."""
+    columns = [scores.get((task, method), {}) for task in tasks]
+    seeds = set.intersection(*(set(column) for column in columns)) if columns else set()
+    return {seed: sum(column[seed] for column in columns) / len(columns) for seed in sorted(seeds)}
+
+
+def directions(results: Results) -> dict[str, bool]:
+    """Return by task whether a higher value of its main metric is better.
+
+    Raises:
+        ResultError: the runs of a task have different main metrics.
+    """
+    return {task: metric_of(results, task)[1] for task in results.tasks}
+
+
+def metric_of(results: Results, task: str) -> tuple[str, bool]:
+    """Return a task's main metric and whether a higher value is better.
+
+    Raises:
+        ResultError: its runs have different ones.
+    """
+    found = {(cell.main_metric, cell.higher_is_better) for cell in results.cells if cell.task == task}
+    if len(found) > 1:
+        names = sorted(name for name, _ in found)
+        raise ResultError(
+            f"the runs of task {task!r} have different main metrics", known=names, owner=str(results.folder)
+        )
+    return found.pop()
+
+
+def _scale(higher: bool, task: str, scores: Scores) -> float:
+    """Return 100 for what lies within -1..1 and is better when higher, as every score does; 1 for a loss."""
+    values = [value for (name, _), found in scores.items() if name == task for value in found.values()]
+    return 100 if higher and all(abs(value) <= 1 for value in values) else 1

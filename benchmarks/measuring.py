@@ -1,0 +1,115 @@
+"""The run of one cell: ``tunery train``'s or ``tunery federate``'s own, and what its result file keeps of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .suite import Cell
+
+_LOWER_IS_BETTER = ("loss", "mse", "perplexity")
+_MAJORITY = "majority"
+
+
+def measure(cell: Cell, place: Path) -> dict[str, Any]:
+    """Train and score a cell in an empty folder; return the content of its result.
+
+    Raises:
+        TuneryError: the recipe cannot be used.
+    """
+    return _federated(cell, place) if cell.command == "federate" else _trained(cell, place)
+
+
+def _trained(cell: Cell, place: Path) -> dict[str, Any]:
+    from ..core.options import build_options
+    from ..core.run import train
+
+    quiet = {"report_to": "none", "save_strategy": "no", "logging_strategy": "epoch", "disable_tqdm": True}
+    keys = {**quiet, **cell.keys, "baselines": [_MAJORITY]}
+    searched = {}
+    for rate in cell.protocol.learning_rates:
+        trial = {**keys, "learning_rate": rate, "do_predict": False, "output_dir": str(place / f"rate-{rate:g}")}
+        found = train(build_options(trial))
+        searched[rate] = found["metrics"][_main(found)]
+    if searched:
+        better = max if _higher_is_better(found["main_metrics"]) else min
+        keys["learning_rate"] = better(searched, key=lambda rate: searched[rate])
+    options = build_options({**keys, "output_dir": str(place / "run")})
+    result = train(options)
+    history = json.loads((place / "run" / "trainer_state.json").read_text(encoding="utf-8"))
+    on_test = cell.protocol.scored_on == "test"
+    key = f"eval_{_main(result)}"
+    content = _content(cell, result, options.training, history["global_step"])
+    content["run_info"]["learning_rate_search"] = {f"{rate:g}": score for rate, score in searched.items()}
+    content["run_info"]["validation_metrics"] = _of_split(result, on_test=False)
+    return content | {
+        "metrics": _of_split(result, on_test=on_test),
+        "majority": _of_split({**result, **result["baselines"][_MAJORITY]}, on_test=on_test).get(_main(result)),
+        "curve": [[row["step"], row[key]] for row in history["log_history"] if key in row],
+    }
+
+
+def _federated(cell: Cell, place: Path) -> dict[str, Any]:
+    from ..core.data import load_tasks
+    from ..core.data.metrics import majority_baseline
+    from ..core.federated.arguments import build_federated_options
+    from ..core.federated.checkpoint import LOG
+    from ..core.federated.run import federate
+
+    options = build_federated_options({"disable_tqdm": True, **cell.keys, "output_dir": str(place / "run")})
+    result = federate(options)
+    args, main = options.run.training, _main(result)
+    (data,) = load_tasks(options.run.data, seed=args.seed if args.data_seed is None else args.data_seed)
+    labels = [data.splits[name]["labels"] for name in ("train", "validation")] if data.task.label_names else [[], []]
+    rows = [json.loads(line) for line in (place / "run" / LOG).read_text(encoding="utf-8").splitlines()]
+    content = _content(cell, result, args, result["rounds"])
+    content["train_info"] |= {key: result[key] for key in ("rounds", "clients", "client_seconds", "bytes")}
+    return content | {
+        "metrics": dict(result["metrics"]),
+        "majority": majority_baseline(data.task, *labels).get(main) if data.task.label_names else None,
+        "curve": [[row["round"], row["metrics"][main]] for row in rows if main in row.get("metrics", ())],
+    }
+
+
+def _content(cell: Cell, result: Mapping[str, Any], args: Any, steps: int) -> dict[str, Any]:
+    """Return what both kinds of runs have in common; ``steps`` are those of the curve."""
+    info = ("seconds", "peak_memory_bytes", "train_loss", "parameters", "examples")
+    return {
+        "status": "done",
+        "error": None,
+        "main_metric": _main(result),
+        "higher_is_better": _higher_is_better(result["main_metrics"]),
+        "train_info": {**{key: result[key] for key in info}, "steps": steps},
+        "run_info": {
+            "command": cell.command,
+            "strategy": args.strategy,
+            "regularizers": args.regularizers or [],
+            "learning_rate": args.learning_rate,
+            "recipe": dict(cell.recipe),
+        },
+        "meta_info": {"plugins": result["plugins"]},
+    }
+
+
+def _main(result: Mapping[str, Any]) -> str:
+    return str(result["main_metrics"][-1])
+
+
+def _higher_is_better(main_metrics: Sequence[str]) -> bool:
+    return not main_metrics[0].endswith(_LOWER_IS_BETTER)
+
+
+def _of_split(result: Mapping[str, Any], *, on_test: bool) -> dict[str, float]:
+    """Return the metrics of the test or of the validation split, under plain names.
+
+    Those of the test split begin with ``test_``; of several tasks, what they generate with ``<task>_test_``.
+    """
+    found = {}
+    for key, value in result["metrics"].items():
+        task = next((f"{name}_" for name in result["task"].split("+") if key.startswith(f"{name}_test_")), "")
+        is_test = key.removeprefix(task).startswith("test_")
+        if is_test == on_test:
+            found[task + key.removeprefix(task).removeprefix("test_") if is_test else key] = value
+    return found

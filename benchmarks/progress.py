@@ -1,0 +1,46 @@
+"""Progress of a suite: a bar with the time left on a terminal, one line a cell elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+if TYPE_CHECKING:
+    from .runner import Outcome
+
+
+@contextmanager
+def progress(waiting: int, total: int, jobs: int) -> Iterator[Callable[[Outcome, str, int], None]]:
+    """Yield what is told of every cell that ends.
+
+    Args:
+        waiting: cells to run.
+        total: cells of the suite, done ones included.
+        jobs: cells at a time.
+    """
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[left]}"))
+    with Progress(*columns, console=console, disable=not sys.stdout.isatty()) as bar:
+        task = bar.add_task("cells", total=total, completed=total - waiting, left="")
+        started = time.monotonic()
+
+        def tell(outcome: Outcome, line: str, running: int) -> None:
+            ended = len(outcome.done) + len(outcome.failed)
+            seconds = (time.monotonic() - started) / ended * (waiting - ended)
+            left = f"about {_span(seconds)} left" if ended < waiting else "all through"
+            bar.update(task, completed=total - waiting + ended, left=left)
+            bar.console.print(f"[{total - waiting + ended}/{total}] {line}; {left}", markup=False, soft_wrap=True)
+
+        yield tell
+
+
+def _span(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

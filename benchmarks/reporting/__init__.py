@@ -1,0 +1,1 @@
+"""``tunery report``: results as tables, pictures and one HTML page that opens offline."""

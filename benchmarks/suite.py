@@ -1,0 +1,278 @@
+"""Suites: tasks x methods x seeds as data. A cell, one task by one method with one seed, is one flat recipe.
+
+Keys of a cell are, later ones winning: what its protocol stands for, the suite's ``defaults``, its task's, its method's,
+the ``overrides`` whose globs match, and the flags of the command line.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from annotated_types import Ge, Len
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+
+from ..core.artifacts import write_json
+from ..registry.catalog import Catalog
+from ..registry.errors import RecipeError, did_you_mean
+from ..registry.selection import parse_selection, read_yaml
+from .protocols import Protocol, read_protocol
+from .results import SUITE, file_name
+
+SHIPPED = Path(__file__).parent / "suites"
+_NAME = re.compile(r"[A-Za-z0-9_.+]+(?:-[A-Za-z0-9_.+]+)*")
+_PLACE = "{data_dir}"
+Keys = dict[str, Any]
+
+
+class Override(BaseModel):
+    """Keys for the cells whose task and method match two globs; or, with ``skip``, no such cells."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tasks: str = "*"
+    methods: str = "*"
+    keys: Keys = {}
+    skip: bool = False
+
+    def matches(self, task: str, method: str) -> bool:
+        """Whether it is about this task by this method."""
+        return fnmatch.fnmatchcase(task, self.tasks) and fnmatch.fnmatchcase(method, self.methods)
+
+
+def _seeds(value: Any) -> Any:
+    return list(range(value)) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+class Suite(BaseModel):
+    """What a suite file says.
+
+    Attributes:
+        name: name of its folder of results.
+        description: what it is for, and which paper's table it follows.
+        defaults: recipe keys of every cell.
+        tasks: by name, the recipe keys of each; a text may hold ``{data_dir}``.
+        methods: by name, the recipe keys of each: strategy, regularizers, learning_rate, ...
+        seeds: of the cells; a number n means 0 ... n-1.
+        protocol: pieces of :mod:`.protocols`; a task's or method's key ``protocol`` replaces them.
+        overrides: keys for some cells.
+        command: what runs a cell: ``train``, or ``federate`` in rounds.
+        threads: of torch, in every cell; another number may change the last bits of a result.
+        reference: what a paper printed, for the report; never mixed with what was run.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    description: str = ""
+    defaults: Keys = {}
+    tasks: Annotated[dict[str, Keys], Len(1)]
+    methods: Annotated[dict[str, Keys], Len(1)]
+    seeds: Annotated[list[Annotated[int, Ge(0)]], Len(1), BeforeValidator(_seeds)] = [0]
+    protocol: list[str] = []
+    overrides: list[Override] = []
+    command: Literal["train", "federate"] = "train"
+    threads: Annotated[int, Ge(1)] = 1
+    reference: dict[str, Any] = {}
+
+    def cells(self, flags: Mapping[str, Any], data_dir: str | None = None) -> list[Cell]:
+        """Return every cell, task by task, then seed by seed, so that methods can be compared early."""
+        return [
+            self._cell(task, method, seed, flags, data_dir)
+            for task in self.tasks
+            for seed in self.seeds
+            for method in self.methods
+            if not any(item.skip and item.matches(task, method) for item in self.overrides)
+        ]
+
+    def _cell(self, task: str, method: str, seed: int, flags: Mapping[str, Any], data_dir: str | None) -> Cell:
+        given: Keys = {**self.defaults, **self.tasks[task], **self.methods[method]}
+        for override in self.overrides:
+            if override.matches(task, method):
+                given |= override.keys
+        pieces = given.pop("protocol", self.protocol)
+        pieces = [pieces] if isinstance(pieces, str) else list(pieces)
+        recipe = {"split_seed": 0, **read_protocol(pieces).keys, **given, **flags, "seed": seed}
+        return Cell(self.name, task, method, seed, recipe, tuple(pieces), self.threads, self.command, data_dir)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One task by one method with one seed.
+
+    Attributes:
+        suite, task, method, seed: which one.
+        recipe: the keys of its run, ``{data_dir}`` as written.
+        pieces: its protocol.
+        threads: of torch.
+        command: ``train`` or ``federate``.
+        data_dir: what ``{data_dir}`` stands for.
+    """
+
+    suite: str
+    task: str
+    method: str
+    seed: int
+    recipe: Mapping[str, Any]
+    pieces: Sequence[str]
+    threads: int = 1
+    command: str = "train"
+    data_dir: str | None = None
+
+    @property
+    def name(self) -> str:
+        """``<task>--<method>--seed<k>``."""
+        return file_name(self.task, self.method, self.seed).removesuffix(".json")
+
+    @cached_property
+    def protocol(self) -> Protocol:
+        """What its pieces stand for."""
+        return read_protocol(self.pieces)
+
+    @property
+    def keys(self) -> Keys:
+        """The keys of its run, with the data folder in its place.
+
+        Raises:
+            RecipeError: no folder was given for ``{data_dir}``.
+        """
+        return {key: _placed(value, self.data_dir) for key, value in self.recipe.items()}
+
+
+def _placed(value: Any, data_dir: str | None) -> Any:
+    if isinstance(value, str) and _PLACE in value:
+        if data_dir is None:
+            raise RecipeError(f"the suite's data are in {value}", remedy="say where that is: --data_dir FOLDER")
+        return value.replace(_PLACE, data_dir)
+    if isinstance(value, list):
+        return [_placed(item, data_dir) for item in value]
+    if isinstance(value, Mapping):
+        return {key: _placed(item, data_dir) for key, item in value.items()}
+    return value
+
+
+def shipped_suites() -> list[str]:
+    """Return the names of the suites tunery brings."""
+    return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
+
+
+def read_suite(name: str) -> Suite:
+    """Read a suite by name, or from a file.
+
+    Raises:
+        RecipeError: no such suite, or a file that is none.
+    """
+    from ..core.federated.arguments import FederatedArguments
+    from ..core.options import check_keys
+
+    path = SHIPPED / f"{name}.yaml"
+    if not path.is_file():
+        path = Path(name)
+        if not path.is_file():
+            known = shipped_suites()
+            remedy = did_you_mean(name, known) or "or give a YAML file"
+            raise RecipeError(f"no suite {name!r}", known=known, remedy=remedy)
+    try:
+        suite = Suite.model_validate(read_yaml(path.read_text(encoding="utf-8")))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise RecipeError(
+            f"suite {path.name}: {place or 'the file'}: {first['msg']}", known=Suite.model_fields
+        ) from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError, ValueError) as error:
+        raise RecipeError(f"cannot read suite {path}: {error}") from None
+    for kind, names in (("task", suite.tasks), ("method", suite.methods), ("suite", [suite.name])):
+        for given in names:
+            if not _NAME.fullmatch(given):
+                remedy = "letters, digits, _ . + and single hyphens make a name"
+                raise RecipeError(f"{kind} {given!r} is no name", owner=str(path), remedy=remedy)
+    parts = [suite.defaults, *suite.tasks.values(), *suite.methods.values(), *(item.keys for item in suite.overrides)]
+    owner, more = f"suite {path.name}", (FederatedArguments,) if suite.command == "federate" else ()
+    check_keys((key for part in parts for key in part if key != "protocol"), owner, more)
+    return suite
+
+
+def with_methods(suite: Suite, asked: Sequence[str], catalog: Catalog) -> tuple[Suite, list[str]]:
+    """Return the suite with the methods asked for among its own, and the names of those to run.
+
+    Args:
+        suite: the suite.
+        asked: methods of the suite, or strategies and regularizers by name or selection; with a ``+`` in front of the first,
+            they come on top of the suite's.
+        catalog: every plugin installed.
+
+    Raises:
+        RecipeError: neither a method of the suite nor a plugin.
+    """
+    methods = dict(suite.methods)
+    names = list(methods) if asked and asked[0].startswith("+") else []
+    for item in asked:
+        name = item.removeprefix("+")
+        if name not in methods:
+            name, keys = _plugin_as_method(name, suite, catalog)
+            methods[name] = keys
+        names.append(name)
+    chosen = list(dict.fromkeys(names)) if asked else list(methods)
+    return suite.model_copy(update={"methods": methods}), chosen
+
+
+def _plugin_as_method(text: str, suite: Suite, catalog: Catalog) -> tuple[str, Keys]:
+    selection = parse_selection(text, "method")
+    kinds = [entry.kind for entry in catalog if entry.name == selection.name and entry.kind != "probe"]
+    if not kinds:
+        plugins = [entry.name for entry in catalog if entry.kind != "probe"]
+        known = [*suite.methods, *plugins]
+        remedy = did_you_mean(selection.name, known) or "pip install the distribution that offers it"
+        raise RecipeError(f"no method {selection.name!r}", known=known, remedy=remedy)
+    keys: Keys = {"strategy": text} if kinds[0] == "strategy" else {"strategy": "full", "regularizers": [text]}
+    return re.sub(r"[^A-Za-z0-9_.+]+", "-", text).strip("-"), keys
+
+
+def write_suite(suite: Suite, folder: Path) -> None:
+    """Write ``suite.json``; what it held of tasks, methods and seeds of earlier calls stays in it.
+
+    Tasks and methods are lists there, of a name and its keys each: JSON is written with sorted keys, and theirs is the
+    order of a table.
+    """
+    content = suite.model_dump(mode="json")
+    path = folder / SUITE
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+        earlier = {key: {item["name"]: item["keys"] for item in before[key]} for key in ("tasks", "methods")}
+        content["seeds"] = sorted({*content["seeds"], *before["seeds"]})
+    except (OSError, ValueError, KeyError, TypeError):
+        before, earlier = None, {"tasks": {}, "methods": {}}  # none yet, or damaged: this one takes its place
+    for key, named in earlier.items():
+        kept = {name: keys for name, keys in named.items() if name not in content[key]}
+        content[key] = [{"name": name, "keys": keys} for name, keys in {**content[key], **kept}.items()]
+    if content != before:
+        write_json(path, content)
+
+
+def select(cells: Iterable[Cell], only: Sequence[str], shard: str | None) -> list[Cell]:
+    """Return the cells whose name matches one of the globs, and of these every n-th.
+
+    Raises:
+        RecipeError: nothing matches, or ``shard`` is not i/n with 1 <= i <= n.
+    """
+    cells = list(cells)
+    chosen = [cell for cell in cells if not only or any(fnmatch.fnmatchcase(cell.name, glob) for glob in only)]
+    if not chosen:
+        names = [cell.name for cell in cells]
+        raise RecipeError(
+            f"no cell matches --only {' '.join(only)}", remedy=did_you_mean(only[0], names) or "see --list"
+        )
+    if shard is None:
+        return chosen
+    found = re.fullmatch(r"(\d+)/(\d+)", shard)
+    if not found or not 1 <= int(found[1]) <= int(found[2]):
+        raise RecipeError(f"--shard {shard}", remedy="give i/n, for example 1/4 ... 4/4")
+    return chosen[int(found[1]) - 1 :: int(found[2])]

@@ -1,0 +1,1 @@
+"""The suites tunery brings, as YAML: see :mod:`..suite`."""

@@ -1,0 +1,87 @@
+"""Comparisons of methods and of runs: paired as they should be, corrected for as many as there are."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tunery.benchmarks.comparison import AVERAGE, compare_runs, standings
+from tunery.benchmarks.results import ResultError, Results, file_name, read_results, sealed
+
+
+@pytest.fixture(scope="module")
+def table(made_up: Path) -> Any:
+    """The made-up suite, summarized."""
+    return standings(read_results(made_up))
+
+
+def scores(folder: Path, method: str) -> dict[int, dict[str, float]]:
+    """Return the stored accuracies by seed and task, read without tunery."""
+    found: dict[int, dict[str, float]] = {}
+    for path in folder.glob(f"*--{method}--*.json"):
+        cell = json.loads(path.read_text())
+        if cell["status"] == "done":
+            found.setdefault(cell["seed"], {})[cell["task"]] = cell["metrics"]["accuracy"]
+    return found
+
+
+def written(folder: Path, contents: list[dict[str, Any]]) -> Results:
+    """Write cells and read them back."""
+    folder.mkdir()
+    for cell in contents:
+        (folder / file_name(cell["task"], cell["method"], cell["seed"])).write_text(json.dumps(sealed(cell)))
+    return read_results(folder)
+
+
+@pytest.mark.parametrize("method", ["mmr", "mixout"])
+def test_average_is_paired_by_seed(method: str, table: Any, made_up: Path):
+    """A seed's value is its mean over the tasks; seeds without a score on every task are left out of both."""
+    ours, theirs = scores(made_up, method), scores(made_up, "fine_tune")
+    whole = [seed for seed in ours if len(ours[seed]) == len(theirs[seed]) == 4]
+    gains = [statistics.mean(ours[seed].values()) - statistics.mean(theirs[seed].values()) for seed in whole]
+    found = table.versus[AVERAGE, method].comparison
+    assert found.count == len(gains) == (5 if method == "mmr" else 3)
+    assert found.difference == pytest.approx(statistics.mean(gains))
+    assert found.sd == pytest.approx(statistics.stdev(gains))
+
+
+@pytest.mark.parametrize(("average", "tests"), [(True, 4), (False, 16)])
+def test_correction_counts_the_family(average: bool, tests: int, table: Any):
+    """The smallest p of a family is multiplied by how many tests it has; no p falls by the correction."""
+    family = [one for one in table.versus.values() if (one.task == AVERAGE) == average]
+    assert len(family) == tests
+    first = min(family, key=lambda one: one.comparison.p)
+    assert first.p == pytest.approx(min(1, tests * first.comparison.p))
+    assert all(one.p >= one.comparison.p for one in family)
+
+
+def test_any_method_may_be_the_baseline(table: Any, made_up: Path):
+    """Turned round, a comparison changes its sign and keeps its p."""
+    other = standings(read_results(made_up), "mmr")
+    forth, back = table.versus["cb", "mmr"].comparison, other.versus["cb", "fine_tune"].comparison
+    assert back.difference == pytest.approx(-forth.difference)
+    assert (back.p, back.wilcoxon) == (pytest.approx(forth.p), forth.wilcoxon)
+
+
+def test_runs_are_compared_where_both_ran(cells: Callable[..., Any], tmp_path: Path):
+    """Of two folders, only the tasks, methods and seeds in both count."""
+    before = written(tmp_path / "before", [cells("rte", "mmr", s, metrics={"accuracy": 0.5}) for s in (0, 1, 2)])
+    now = [cells("rte", "mmr", s, metrics={"accuracy": 0.5 + s / 100}) for s in (1, 2, 3)]
+    found = compare_runs(written(tmp_path / "now", [*now, cells("cb", "mmr", 0), cells("rte", "lora", 0)]), before)
+    assert [(one.task, one.method, one.comparison.count) for one in found] == [("rte", "mmr", 2)]
+    assert found[0].comparison.difference == pytest.approx(0.015)
+
+
+def test_runs_that_share_nothing_are_refused(cells: Callable[..., Any], tmp_path: Path):
+    """Other cells, or the same task by another metric: one line."""
+    here = written(tmp_path / "here", [cells("rte", "mmr", 0)])
+    with pytest.raises(ResultError, match="share no task, method and seed that ran in both"):
+        compare_runs(here, written(tmp_path / "other", [cells("rte", "mmr", 1)]))
+    other = written(tmp_path / "metric", [cells("rte", "mmr", 0, main_metric="loss", higher_is_better=False)])
+    with pytest.raises(ResultError, match="task 'rte' is scored by accuracy here and by loss there"):
+        compare_runs(here, other)

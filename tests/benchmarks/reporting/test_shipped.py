@@ -1,0 +1,34 @@
+"""The papers' tables that shipped suites quote: every one is readable, and averages as its paper says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tunery.benchmarks.reporting.reference import read_reference
+from tunery.benchmarks.results import Results
+from tunery.benchmarks.suite import read_suite, shipped_suites
+
+SUITES = {name: suite for name in shipped_suites() if (suite := read_suite(name)).reference}
+
+
+@pytest.mark.parametrize("name", list(SUITES))
+def test_reference_is_readable(name: str):
+    """A suite's quoted table has a cell for every column of every row."""
+    suite = SUITES[name]
+    found = read_reference(Results(Path(name), suite.model_dump(mode="json"), (), {}), next(iter(suite.methods)))
+    assert found is not None
+    assert found.title
+    assert all(cell.text for row in found.grid.rows.values() for cell in row)
+
+
+@pytest.mark.parametrize("table", [2, 3, 4, 5])
+def test_quoted_averages(table: int):
+    """What a suite quotes of the stability paper averages to what it quotes as the average, within 0.01."""
+    quoted = SUITES[f"stability_table{table}"].reference
+    assert len(quoted["rows"]) == 6
+    for row in quoted["rows"].values():
+        *tasks, average = ([float(part) for part in cell.split("±")] for cell in row)
+        for place in (0, 1):
+            assert sum(task[place] for task in tasks) / len(tasks) == pytest.approx(average[place], abs=0.0101)

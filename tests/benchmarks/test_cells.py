@@ -1,0 +1,177 @@
+"""One cell: its result is true, sealed and the same every time; what was done, what is stale and why, what is damaged."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tunery.benchmarks.cells import result_path, state_of
+from tunery.benchmarks.inputs import inputs_of
+from tunery.benchmarks.results import read_cell
+from tunery.registry.errors import TuneryError
+from tunery.registry.loading import load_plugins
+
+Run = Callable[..., Any]
+MEASURED = ("metrics", "curve", "majority", "inputs")
+
+
+def test_result(place: Any, run: Run):
+    """The documented keys, scored on the published validation split, and no leftovers in the folder."""
+    cell = place.cells()[0]
+    result = run(cell)
+    folder = place.folder / "results"
+    assert read_cell(result_path(folder, cell)).score == result["metrics"]["accuracy"]
+    assert (result["status"], result["main_metric"], result["higher_is_better"]) == ("done", "accuracy", True)
+    assert result["train_info"]["examples"] == {"train": 36, "validation": 4, "test": 20}
+    assert result["train_info"]["steps"] == 4
+    assert [step for step, _ in result["curve"]] == [2, 4]
+    assert set(result["metrics"]) == {"accuracy", "f1", "loss"}
+    rows = [json.loads(line) for line in (place.data / "first" / "validation.jsonl").read_text().splitlines()]
+    yes = sum(row["label"] == "yes" for row in rows) / len(rows)
+    assert result["majority"] in (pytest.approx(yes), pytest.approx(1 - yes))
+    assert result["run_info"]["validation_metrics"]["accuracy"] == result["curve"][-1][1]
+    assert [plugin["name"] for plugin in result["meta_info"]["plugins"]] == ["full"]
+    assert str(place.base.parent) not in json.dumps(result["inputs"]["data"])
+    assert [path.name for path in folder.rglob("*") if path.is_file() and path.name != ".guard"] == [
+        "first--full--seed0.json"
+    ]
+
+
+def test_same_bits_every_time(place: Any, run: Run):
+    """Alone, after another cell in between, in another folder: the same metrics, curve and training loss."""
+    cell, other = place.cells()[0], place.cells()[1]
+    results = []
+    for name in ("once", "again"):
+        result = run(cell, place.folder / name)
+        run(other, place.folder / name)
+        results.append({key: result[key] for key in MEASURED} | {"loss": result["train_info"]["train_loss"]})
+    assert results[0] == results[1]
+
+
+def test_seeds_differ(place: Any, run: Run):
+    first, second = (run(cell) for cell in place.cells() if cell.name.startswith("first--full"))
+    assert first["metrics"]["loss"] != second["metrics"]["loss"]
+
+
+def test_done_is_not_done_again(place: Any, run: Run):
+    """Who expects no result, and finds one, leaves it alone."""
+    from tunery.benchmarks.cells import run_cell
+
+    cell = place.cells()[0]
+    run(cell)
+    folder, inputs = place.folder / "results", inputs_of(cell, load_plugins().catalog)
+    before = result_path(folder, cell).read_bytes()
+    assert state_of(folder, cell, inputs).status == "done"
+    assert run_cell(cell, folder, inputs, replaces=None) is None
+    assert result_path(folder, cell).read_bytes() == before
+
+
+def test_stale_and_why(place: Any, run: Run):
+    """A changed key, a changed row and a changed model are each named."""
+    cell = place.cells()[0]
+    run(cell)
+    folder, catalog = place.folder / "results", load_plugins().catalog
+    changed = dataclasses.replace(cell, recipe={**cell.recipe, "learning_rate": 0.5, "max_grad_norm": 2.0})
+    state = state_of(folder, changed, inputs_of(changed, catalog))
+    assert (state.status, state.why) == (
+        "stale",
+        "recipe.learning_rate: 0.01 -> 0.5, recipe.max_grad_norm: nothing -> 2.0",
+    )
+    data = place.folder / "data" / "first"
+    data.mkdir(parents=True)
+    for split in ("train", "validation"):
+        (data / f"{split}.jsonl").write_bytes((place.data / "first" / f"{split}.jsonl").read_bytes())
+    moved = dataclasses.replace(cell, data_dir=str(data.parent))
+    assert state_of(folder, moved, inputs_of(moved, catalog)).status == "done"
+    with (data / "train.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"text": "a b", "label": "yes"}\n')
+    state = state_of(folder, moved, inputs_of(moved, catalog))
+    assert state.status == "stale"
+    assert state.why.startswith("data.train.jsonl: ")
+
+
+def test_damaged_result_is_moved_aside(place: Any, run: Run):
+    """A file with one flipped digit is named, kept apart, and its cell is to be run."""
+    cell = place.cells()[0]
+    run(cell)
+    folder = place.folder / "results"
+    path = result_path(folder, cell)
+    path.write_text(path.read_text().replace('"accuracy": 0', '"accuracy": 1', 1))
+    state = state_of(folder, cell, inputs_of(cell, load_plugins().catalog))
+    assert state.status == "missing"
+    assert state.why == f"{path.name} does not match its hash; moved to damaged/{path.name}"
+    assert not path.exists()
+    assert (folder / "damaged" / path.name).is_file()
+
+
+def test_failure_is_recorded(place: Any, run: Run):
+    """The error stands in the result, and the cell counts as failed, to be tried again by the next call."""
+    cell = place.cells(defaults={**place.content()["defaults"], "text_columns": ["txet"]})[0]
+    result = run(cell)
+    assert result["status"] == "failed"
+    assert "txet" in result["error"]
+    folder = place.folder / "results"
+    state = state_of(folder, cell, inputs_of(cell, load_plugins().catalog))
+    assert (state.status, state.why) == ("failed", result["error"])
+    assert run(cell) is not None
+
+
+def test_learning_rate_search(place: Any, run: Run):
+    """The rate with the best validation score is chosen, and the result is that of a run with it alone."""
+    searching = place.cells(
+        protocol=["dev_as_test", "learning_rate_search(1e-6, 3e-2)"], methods={"full": {"strategy": "full"}}
+    )
+    cell = searching[0]
+    found = run(cell)
+    searched = found["run_info"]["learning_rate_search"]
+    assert list(searched) == ["1e-06", "0.03"]
+    best = max(searched, key=lambda rate: searched[rate])
+    assert found["run_info"]["learning_rate"] == float(best)
+    alone = dataclasses.replace(cell, pieces=("dev_as_test",), recipe={**cell.recipe, "learning_rate": float(best)})
+    assert run(alone, place.folder / "alone")["metrics"] == found["metrics"]
+
+
+def test_missing_data_folder_stops_early(place: Any):
+    cell = dataclasses.replace(place.cells()[0], data_dir=None)
+    with pytest.raises(TuneryError, match="--data_dir"):
+        inputs_of(cell, load_plugins().catalog)
+
+
+def test_several_tasks_in_one_run(place: Any, run: Run):
+    """Each task's metrics and their mean, all of the test split."""
+    joint = [{"name": name, "data_files": f"{{data_dir}}/{name}"} for name in ("first", "second")]
+    cells = place.cells(
+        tasks={"both": {"tasks": joint}},
+        methods={"multi_lora": {"strategy": "multi_lora:r=2"}},
+        defaults={**place.content()["defaults"], "mixing": "round_robin"},
+    )
+    result = run(cells[0])
+    assert result["error"] is None
+    assert result["main_metric"] == "mean"
+    assert {"first_accuracy", "second_accuracy"} <= result["metrics"].keys()
+    both = (result["metrics"]["first_accuracy"] + result["metrics"]["second_accuracy"]) / 2
+    assert result["metrics"]["mean"] == pytest.approx(both)
+    assert result["train_info"]["examples"] == {"train": 72, "validation": 8, "test": 40}
+    assert set(result["inputs"]["data"]) == {
+        f"{name}/{split}.jsonl" for name in ("first", "second") for split in ("train", "validation")
+    }
+
+
+def test_federated_cell(place: Any, run: Run):
+    """Rounds are its steps, the server's evaluations its curve, and the majority class stands beside."""
+    defaults = {key: place.content()["defaults"][key] for key in ("model_name_or_path", "max_length", "use_cpu")}
+    defaults |= {"num_clients": 4, "client_fraction": 0.5, "num_rounds": 3, "eval_every": 1, "learning_rate": 1e-2}
+    cell = place.cells(
+        command="federate", defaults=defaults, methods={"lora": {"strategy": "lora:r=2"}}, protocol=["official_split"]
+    )[0]
+    first, again = run(cell), run(cell, place.folder / "again")
+    assert first["error"] is None
+    assert [round_ for round_, _ in first["curve"]] == [1, 2, 3]
+    assert first["metrics"]["accuracy"] == first["curve"][-1][1]
+    assert 0 < first["majority"] < 1
+    assert first["train_info"]["clients"] == 4
+    assert (again["metrics"], again["curve"]) == (first["metrics"], first["curve"])

@@ -1,0 +1,70 @@
+"""Which models a probe goes over, and where each stands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tunery.core.points import Point, axis_of, find_points, read_count
+from tunery.registry.errors import RecipeError
+
+
+@pytest.mark.parametrize(
+    ("revision", "tokens", "step"),
+    [
+        ("step738000-tokens3094B", 3.094e12, 738000),
+        ("stage1-step19000-tokens80B", 8e10, 19000),
+        ("ckpt_358", None, 358),
+        ("main", None, None),
+    ],
+)
+def test_names_tell_tokens_and_steps(revision: str, tokens: float | None, step: float | None):
+    """As OLMo, OLMo-2 and LLM360 name their revisions."""
+    (point,) = find_points(["org/model"], [revision])
+    assert (point.label, point.tokens, point.step) == (f"org/model@{revision}", tokens, step)
+
+
+def test_runs_are_patterns_of_folders_in_natural_order(tmp_path: Path):
+    """checkpoint-9 comes before checkpoint-10, a file is no model, and the Trainer's own count of tokens is read."""
+    for step in (10, 9):
+        (tmp_path / f"run/checkpoint-{step}").mkdir(parents=True)
+    state = {"num_input_tokens_seen": 640, "global_step": 10}
+    (tmp_path / "run/checkpoint-10/trainer_state.json").write_text(json.dumps(state), encoding="utf-8")
+    (tmp_path / "run/checkpoint-11").write_text("", encoding="utf-8")
+    points = find_points(runs=[str(tmp_path / "*/checkpoint-*")])
+    assert [(point.step, point.tokens) for point in points] == [(9, None), (10, 640)]
+    assert axis_of(points) == "step"
+
+
+def test_given_tokens_win_and_order_the_points():
+    """In the order the models are named; then ascending."""
+    points = find_points(["a-tokens9B", "b"], tokens=["2B", "1e9"])
+    assert [(point.reference, point.tokens) for point in points] == [("b", 1e9), ("a-tokens9B", 2e9)]
+    assert [point.step for point in find_points(["a", "b"], steps=["3", "20"])] == [3, 20]
+
+
+def test_one_model_twice_is_one_point():
+    """A pattern may well meet a folder that is named."""
+    assert len(find_points(["a", "a"])) == 1
+
+
+def test_files_of_points_differ():
+    """Also where readable names do not."""
+    assert Point(reference="a/b").file_name != Point(reference="a-b").file_name
+    assert "/" not in Point(reference="../x/y", revision="r").file_name
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("41B", 4.1e10), ("2.4T", 2.4e12), ("1e9", 1e9), ("300", 300), ("5k", 5000)]
+)
+def test_counts(text: str, count: float):
+    """As the field writes them."""
+    assert read_count(text) == count
+
+
+def test_a_count_that_is_none():
+    """One line says what would be."""
+    with pytest.raises(RecipeError, match="is no count"):
+        read_count("1.2.3")
