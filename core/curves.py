@@ -113,12 +113,14 @@ def overall(one: Measured) -> dict[str, float]:
 
 
 def sentences(measured: Sequence[Measured]) -> list[str]:
-    """Return the inflection point for each gamma in words; nothing for other probes and for fewer than two models."""
+    """Return the inflection point for each gamma in words; nothing for other probes, for fewer than two models, or no axis."""
     done = [one for one in measured if not one.error]
     curve = perturbed(done)
     if curve is None or len(done) < 2:
         return []
     at, unit = places([one.point for one in done])
+    if unit == "models":
+        return []
     said = []
     for gamma, found in inflections(curve, at).items():
         line = f"{curve.metric} at gamma {gamma:g}: {found.sentence(unit)} ({found.draws} draws)"

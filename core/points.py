@@ -77,7 +77,8 @@ def find_points(
         revisions: of that model.
         runs: patterns of local folders, ``out/*/checkpoint-*``.
         tokens: tokens of each point as given, ``41B`` or ``4.1e10``; default: from its name or its ``trainer_state.json``.
-        steps: steps of each point; default as for tokens.
+        steps: steps of each point; default: from its name. How long a run was that is not named so says nothing about
+            where it stands among other runs.
 
     Raises:
         RecipeError: nothing is asked for, a pattern that fits no folder, revisions of several models, or not as many
@@ -126,7 +127,7 @@ def read_count(text: str) -> float:
 
 
 def _placed(point: Point) -> Point:
-    """Read tokens and steps from the last part of its name, and from what the Trainer saved beside it."""
+    """Read tokens and steps from the last part of its name, and tokens from what the Trainer saved beside it."""
     name = point.revision or Path(point.reference).name
     tokens, step = _TOKENS.search(name), _STEP.search(name)
     found = replace(
@@ -137,14 +138,10 @@ def _placed(point: Point) -> Point:
         return found
     try:
         content = json.loads(state.read_text(encoding="utf-8"))
-        seen, done = content.get("num_input_tokens_seen"), content.get("global_step")
+        seen = content.get("num_input_tokens_seen")
     except (OSError, ValueError, AttributeError):
         return found
-    return replace(
-        found,
-        tokens=found.tokens if found.tokens is not None else (float(seen) if seen else None),
-        step=found.step if found.step is not None else (float(done) if done else None),
-    )
+    return replace(found, tokens=float(seen)) if found.tokens is None and seen else found
 
 
 def _natural(path: str) -> list[tuple[int, int | str]]:

@@ -38,6 +38,16 @@ def test_runs_are_patterns_of_folders_in_natural_order(tmp_path: Path):
     assert axis_of(points) == "step"
 
 
+def test_runs_of_some_length_are_no_axis(tmp_path: Path):
+    """How long each of several runs was says nothing about an order among them."""
+    for name, steps in (("lora", 100), ("head", 500)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "trainer_state.json").write_text(json.dumps({"global_step": steps}), encoding="utf-8")
+    points = find_points([str(tmp_path / "lora"), str(tmp_path / "head")])
+    assert axis_of(points) is None
+    assert [Path(point.reference).name for point in points] == ["lora", "head"]
+
+
 def test_given_tokens_win_and_order_the_points():
     """In the order the models are named; then ascending."""
     points = find_points(["a-tokens9B", "b"], tokens=["2B", "1e9"])
