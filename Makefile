@@ -27,7 +27,7 @@ test: venv ## the tests, without the slow ones; ARGS="-k name" narrows them
 	$(RUN) pytest -m "not slow" -n 2 --dist loadscope $(ARGS)
 
 slow: venv ## the slow tests: real models, many runs, whole environments, the README's blocks
-	$(RUN) pytest -m slow $(ARGS)
+	$(RUN) pytest -m slow -n 2 --dist loadscope $(ARGS)
 
 check: lint types layers ## every check that runs no test
 

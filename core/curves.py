@@ -156,6 +156,7 @@ def draw(measured: Sequence[Measured], path: Path, title: str) -> bool:
     if not done:
         return False
     at, unit = places([one.point for one in done])
+    labels = [one.point.label.rstrip("/").rpartition("/")[-1] for one in done] if unit == "models" else ()
     curve = perturbed(done)
     names = list(dict.fromkeys(name for one in done for name in overall(one)))
     if curve is None and not names:
@@ -164,43 +165,53 @@ def draw(measured: Sequence[Measured], path: Path, title: str) -> bool:
     FigureCanvasAgg(figure)
     figure.suptitle(title)
     if curve:
-        _draw_perturbed(figure, curve, at, unit)
+        _draw_perturbed(figure, curve, at, unit, labels)
     else:
         for number, name in enumerate(names):
             axes = figure.add_subplot(len(names), 1, number + 1)
-            axes.plot(at, [overall(one).get(name, float("nan")) for one in done], "o-")
+            axes.plot(at, [overall(one).get(name, float("nan")) for one in done], _marks(labels))
             axes.set(ylabel=name.replace("_", " "))
-            _place(axes, unit, at)
+            _place(axes, unit, at, labels)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     figure.savefig(temporary, dpi=150, format="png")
     temporary.replace(path)
     return True
 
 
-def _draw_perturbed(figure: Any, curve: Perturbed, at: Sequence[float], unit: str) -> None:
+def _draw_perturbed(figure: Any, curve: Perturbed, at: Sequence[float], unit: str, labels: Sequence[str]) -> None:
     """Draw the paper's figure 3: sensitivity on the left, the metric itself on the right, inflection points marked."""
     left, right = figure.subplots(1, 2)
-    turned = inflections(curve, at) if len(set(at)) > 1 else {}
+    turned = inflections(curve, at) if len(set(at)) > 1 and not labels else {}
+    marks = _marks(labels)
     for number, (gamma, values) in enumerate(curve.draws.items()):
         colour = f"C{number}"
         mean, spread = values.mean(axis=1), values.std(axis=1)
-        left.errorbar(at, mean - np.array(curve.base), yerr=spread, fmt="o-", color=colour, label=f"gamma {gamma:g}")
-        right.errorbar(at, mean, yerr=spread, fmt="o-", color=colour)
+        left.errorbar(at, mean - np.array(curve.base), yerr=spread, fmt=marks, color=colour, label=f"gamma {gamma:g}")
+        right.errorbar(at, mean, yerr=spread, fmt=marks, color=colour)
         place = turned[gamma].at if gamma in turned else None
         if place is not None:
             right.axvline(place, color=colour, linestyle=":")
-    right.plot(at, curve.base, "k--", label="not perturbed")
+    right.plot(at, curve.base, "k_" if labels else "k--", markersize=16, label="not perturbed")
     name = curve.metric.replace("_", " ")
     left.set(ylabel=f"change of {name}")
     right.set(ylabel=name)
     for axes in (left, right):
-        _place(axes, unit, at)
+        _place(axes, unit, at, labels)
         axes.legend(frameon=False, fontsize="small")
 
 
-def _place(axes: Any, unit: str, at: Sequence[float]) -> None:
-    axes.set(xlabel=unit)
+def _marks(labels: Sequence[str]) -> str:
+    """Return how points are drawn: joined by a line, unless they are models in no order."""
+    return "o" if labels else "o-"
+
+
+def _place(axes: Any, unit: str, at: Sequence[float], labels: Sequence[str]) -> None:
     axes.grid(alpha=0.3)
+    if labels:
+        axes.set_xticks(at, labels, rotation=20, ha="right")
+        axes.set_xlim(min(at) - 0.5, max(at) + 0.5)
+        return
+    axes.set(xlabel=unit)
     mark_places(axes, unit, at)
 
 
