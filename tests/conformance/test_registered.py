@@ -11,6 +11,9 @@ from tunery.registry.loading import load_plugins
 WIDE = (*PluginLaws.models, "gpt2_causal_lm", "vit_classifier")  # tied weights, Conv1D, images
 
 
+FEWER = ("ddp", "zero3")  # for a second way of a plugin that is tried on every stage
+
+
 class TestFull(StrategyLaws):
     plugin = "full"
     models = WIDE
@@ -22,6 +25,7 @@ class TestHead(StrategyLaws):
 
 class TestHeadWithoutCache(StrategyLaws):
     plugin = "head:cache=false"
+    stages = FEWER
 
 
 class TestLora(StrategyLaws):
@@ -40,6 +44,7 @@ class TestLpFt(StrategyLaws):
 
 class TestLpFtInEvalMode(StrategyLaws):
     plugin = "lp_ft:head_epochs=1,eval_mode=true"
+    stages = FEWER
 
 
 class TestSurt(StrategyLaws):
@@ -49,6 +54,7 @@ class TestSurt(StrategyLaws):
 
 class TestSurtThenHead(StrategyLaws):
     plugin = "surt:lm_epochs=1,tuning=head"
+    stages = FEWER
     models = ("bert_classifier",)
 
 
@@ -59,6 +65,7 @@ class TestProxySubFm(StrategyLaws):
 
 class TestProxySubFmAligned(StrategyLaws):
     plugin = "proxy_sub_fm:ratio=0.5,retained=[0],r=4,dropout=0,distill_steps=3"
+    stages = FEWER
     models = ("bert_classifier",)
 
 
@@ -68,6 +75,7 @@ class TestOffsite(StrategyLaws):
 
 class TestOffsiteDistilled(StrategyLaws):
     plugin = "offsite:adapter_layers=[1,1],emulator_layers=2,tune=layers,distill_steps=2"
+    stages = FEWER
     models = ("deep_bert_classifier",)
 
 
@@ -78,6 +86,7 @@ class TestMultiLora(JointStrategyLaws):
 
 class TestMultiLoraOtherWay(JointStrategyLaws):
     plugin = "multi_lora:r=4,init=gaussian,frozen=b"
+    stages = FEWER
 
 
 class TestL2Sp(RegularizerLaws):
@@ -87,6 +96,7 @@ class TestL2Sp(RegularizerLaws):
 
 class TestL2SpMean(RegularizerLaws):
     plugin = "l2_sp:alpha=5,beta=5,form=mean"
+    stages = FEWER
 
 
 class TestL2SpDecoupled(RegularizerLaws):
@@ -174,6 +184,7 @@ class TestMixOut(RegularizerLaws):
 
 class TestMixOutEveryForward(RegularizerLaws):
     plugin = "mixout:p=0.5,every=forward,mask=element"
+    stages = FEWER
     stochastic = True
 
 
@@ -188,6 +199,7 @@ class TestMmr(RegularizerLaws):
 
 class TestMmrStratified(RegularizerLaws):
     plugin = "mmr:stratified=true"
+    stages = FEWER
     models = ("bert_classifier",)
 
 
