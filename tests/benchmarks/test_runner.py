@@ -172,9 +172,10 @@ def test_kill_and_restart(place: Any, forked: Path, moments: int):
     assert measured(place.folder / "broken") == measured(place.folder / "unbroken")
     completed = forked.read_text(encoding="utf-8").split()
     assert len(set(completed)) == len(completed)
-    assert not [
-        path for path in (place.folder / "broken" / ".work").iterdir() if path.is_dir() or path.suffix == ".claim"
-    ]
+    left = list((place.folder / "broken" / ".work").iterdir())
+    assert not [path for path in left if path.is_dir()]
+    # A worker killed between its result and the end of its claim leaves the claim: of a cell that is done, nobody asks for it.
+    assert {path.stem for path in left if path.suffix == ".claim"} <= {cell.name for cell in cells}
 
 
 def test_two_workers_share_the_cells(place: Any, forked: Path):
