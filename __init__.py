@@ -20,6 +20,7 @@ _HOMES = {
     "Strategy": "tunery.registry.contracts",
     "Regularizer": "tunery.registry.contracts",
     "Probe": "tunery.registry.contracts",
+    "ProxyStrategy": "tunery.registry.proxy",
     "Anatomy": "tunery.registry.context",
     "AnatomySpec": "tunery.registry.context",
     "Batch": "tunery.registry.context",
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from .registry.contracts import Strategy as Strategy
     from .registry.errors import TuneryError as TuneryError
     from .registry.hookspecs import hookimpl as hookimpl
+    from .registry.proxy import ProxyStrategy as ProxyStrategy
 
 __all__ = sorted(_HOMES)  # noqa: PLE0605  # a list, made once
 

@@ -36,6 +36,7 @@ PUBLIC = [
     "PluginArguments",
     "PluginTrainerMixin",
     "Probe",
+    "ProxyStrategy",
     "Regularizer",
     "RunContext",
     "Stage",
