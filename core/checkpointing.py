@@ -16,9 +16,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from ..registry.context import Stage
 from ..registry.errors import ArtifactError
-from .artifacts import MANIFEST, STORED, seal
+from .artifacts import MANIFEST, seal
 from .recipe import Recipe
 from .sharding import ModelSharding, adopted_parameters, companion_names, is_sharded
+from .weights import STORED
 
 if TYPE_CHECKING:
     # The mixin stands in front of any subclass of Trainer; only the type checker is told so.

@@ -21,7 +21,6 @@ from .artifacts import (
     describe_tasks,
     find_task,
     folder_in_place,
-    load_weights,
     read_manifest,
     seal,
     strategy_of,
@@ -32,6 +31,7 @@ from .context import make_context
 from .models import label_config, load_class, model_class
 from .probing import Snapshot
 from .recipe import Recipe, choose
+from .weights import load_weights
 from .wise_ft import check_share, interpolate
 
 

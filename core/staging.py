@@ -18,8 +18,9 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from ..registry.context import Stage, Task, TaskKind
 from ..registry.errors import ArtifactError, CompatibilityError, InvalidPluginError
-from .artifacts import MANIFEST, last_checkpoint, load_weights
+from .artifacts import MANIFEST, last_checkpoint
 from .data.unlabelled import EpochOf, UnlabelledRows, pad_rows
+from .weights import load_weights
 
 if TYPE_CHECKING:
     from torch import nn

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,25 +19,27 @@ from peft import PeftModel
 from torch import nn
 from transformers.trainer_utils import set_seed
 
-from ..registry.context import RunContext, Stage, Subject, Task, TaskKind
+from ..registry.context import Stage, Task, TaskKind
 from ..registry.errors import ArtifactError, CompatibilityError, RecipeError
 from ..registry.proxy import ProxyStrategy
-from .alignment import align, whole_of
-from .arguments import PLUGIN_FIELDS, PROBE_MOMENTS, TrainingArguments
-from .artifacts import describe_base, load_stored, manifest, read_manifest
-from .checkpointing import WholeCheckpoints, check_belongs
+from .alignment import align
+from .arguments import PLUGIN_FIELDS, TrainingArguments
+from .artifacts import describe_base, manifest, read_manifest
+from .checkpointing import check_belongs
 from .context import infer_task, make_context
 from .joint import check_joint, clip_each
+from .moments import Moments, ProbedTrainer
 from .objective import Objective, last_output
-from .probing import Probing, Snapshot, own_batches
-from .recipe import Recipe, choose, observe
+from .probing import Snapshot
+from .recipe import choose, observe
 from .sampling import asked_sampler
 from .sharding import ModelSharding
 from .staging import check_stages, go_through, place_to_resume, points_to_resume, stage_arguments, stage_keywords
 from .updates import Updates
+from .weights import load_stored
 
 
-class PluginTrainerMixin(WholeCheckpoints):
+class PluginTrainerMixin(ProbedTrainer):
     """Mix into a Trainer: ``class MySFT(PluginTrainerMixin, trl.SFTTrainer)``, with arguments that have the plugin fields.
 
     Args:
@@ -80,12 +82,10 @@ class PluginTrainerMixin(WholeCheckpoints):
         self.model_accepts_loss_kwargs = bool(self.model_accepts_loss_kwargs and shifts)
         if len(self.run.tasks) > 1:
             self.label_names = ["labels", "task_ids"]
-        self.add_callback(_Moments(self))
+        self.add_callback(Moments(self))
 
     # ---- building the model
 
-    recipe: Recipe
-    run: RunContext
     objective: Objective
     stages: tuple[Stage, ...]
     finished_stages: Sequence[Mapping[str, Any]] = ()
@@ -304,63 +304,6 @@ class PluginTrainerMixin(WholeCheckpoints):
         arguments = stage_arguments(self.args, stage)
         PluginTrainerMixin.__init__(trainer, module, arguments, base_model=self._base_reference, **keywords)
         return trainer
-
-    def probe(self, moment: str) -> None:
-        """Measure with every probe now; ``moment`` is ``begin``, ``evaluate`` or ``end``."""
-        if self._reference is None:
-            return
-        self._settle()
-        subject = self.subject()
-        moments: Sequence[str] = getattr(self.args, "probe_moments", PROBE_MOMENTS)
-        probing = Probing(self.recipe.probes, moments, self._run_dir)
-        if moment == "begin" and subject.run.sharding.rank == 0:
-            probing.log.rewind(subject.step or -1)
-        if moment != "begin" or subject.step == 0:
-            try:
-                probing.at(moment, subject, self.log, lambda m: observe("tunery_measured", run=self.run, measurement=m))
-            finally:
-                cast(ModelSharding, self.run.sharding).rest()
-
-    def subject(self) -> Subject:
-        """Return what the run's probes measure, as it is now."""
-        assert self._reference is not None, "only a run with probes keeps its pre-trained values"
-        evaluated = self.eval_dataset is not None
-        return Subject(
-            model=self._equipped,
-            run=self.run,
-            reference=self._reference,
-            evaluate=self._evaluate_quietly if evaluated else None,
-            batches=self._eval_batches if evaluated else None,
-            step=self.state.global_step,
-            whole=whole_of(self.recipe.strategy, self._equipped, self.run),
-        )
-
-    def _eval_batches(self) -> Iterator[Mapping[str, Any]]:
-        size = self.args.per_device_eval_batch_size
-        for batch in own_batches(self.get_eval_dataloader(), size, self.run.sharding):
-            yield self._prepare_inputs(batch)
-
-    def _evaluate_quietly(self) -> Mapping[str, float]:
-        loader = self.get_eval_dataloader()
-        output = self.evaluation_loop(loader, description="Probe", metric_key_prefix="eval")
-        return dict(output.metrics or {})
-
-
-class _Moments(transformers.TrainerCallback):
-    """Tells observers that a run begins, and has probes measure at their moments."""
-
-    def __init__(self, trainer: PluginTrainerMixin) -> None:
-        self.trainer = trainer
-
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        observe("tunery_run_begin", run=self.trainer.run)
-        self.trainer.probe("begin")
-
-    def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        self.trainer.probe("evaluate")
-
-    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        self.trainer.probe("end")
 
 
 class Trainer(PluginTrainerMixin, transformers.Trainer):

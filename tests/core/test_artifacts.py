@@ -25,7 +25,6 @@ from tunery.core.artifacts import (
     fingerprint,
     folder_in_place,
     last_checkpoint,
-    load_weights,
     read_manifest,
     seal,
     strategy_of,
@@ -35,6 +34,7 @@ from tunery.core.artifacts import (
 from tunery.core.context import infer_task, make_context
 from tunery.core.finished import export_run, load_run
 from tunery.core.models import label_config, load_model
+from tunery.core.weights import load_weights
 from tunery.registry.context import Task, TaskKind
 from tunery.registry.errors import ArtifactError, CompatibilityError
 

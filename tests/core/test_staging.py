@@ -134,7 +134,8 @@ def test_observers_hear_of_every_stage(tiny: Any, tmp_path: Path, monkeypatch: p
     def hear(moment: str, **arguments: Any) -> None:
         heard.append((moment, arguments["run"].stage and arguments["run"].stage.name))
 
-    monkeypatch.setattr("tunery.core.trainer.observe", hear)
+    for module in ("trainer", "moments"):
+        monkeypatch.setattr(f"tunery.core.{module}.observe", hear)
     train(build_options(given(tiny, tmp_path, probes=None, max_steps=1)))
     assert heard == [
         ("tunery_run_begin", "head"),

@@ -13,9 +13,9 @@ import transformers
 from safetensors.torch import load_file
 
 import tunery
-from tunery.core.artifacts import load_stored
 from tunery.core.context import infer_task, make_context
 from tunery.core.finished import _Bare
+from tunery.core.weights import load_stored
 from tunery.plugins.distillation import state_distance
 from tunery.plugins.strategies.proxy_sub_fm import ProxySubFm
 from tunery.plugins.strategies.proxy_sub_fm.alignment import (
