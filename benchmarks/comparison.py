@@ -122,14 +122,10 @@ def compare_runs(results: Results, other: Results) -> list[Versus]:
     higher, before = directions(results), directions(other)
     tasks = [task for task in results.tasks if task in before]
     for task in tasks:
-        if metric_of(results, task) != metric_of(other, task):
-            raise ResultError(
-                f"task {task!r} is scored by {metric_of(results, task)[0]} here and by {metric_of(other, task)[0]} there",
-                owner=str(other.folder),
-            )
+        check_metric(results, task, metric_of(other, task)[0], "there", str(other.folder))
     ours, theirs = scores_of(results), scores_of(other)
-    in_points = {_scale(higher[task], task, scores) for task in tasks for scores in (ours, theirs)} == {100}
-    found = compare_scores(ours, theirs, tasks, results.methods, higher, average=in_points)
+    average = in_points(tasks, higher, ours, theirs)
+    found = compare_scores(ours, theirs, tasks, results.methods, higher, average=average)
     if not found:
         raise ResultError(f"{results.folder} and {other.folder} share no task, method and seed that ran in both")
     return found
@@ -212,18 +208,42 @@ def directions(results: Results) -> dict[str, bool]:
 
 
 def metric_of(results: Results, task: str) -> tuple[str, bool]:
-    """Return a task's main metric and whether a higher value is better.
+    """Return a task's main metric and whether a higher value is better; no name where all its runs failed.
 
     Raises:
         ResultError: its runs have different ones.
     """
-    found = {(cell.main_metric, cell.higher_is_better) for cell in results.cells if cell.task == task}
+    cells = [cell for cell in results.cells if cell.task == task and cell.main_metric]
+    found = {(cell.main_metric, cell.higher_is_better) for cell in cells}
     if len(found) > 1:
         names = sorted(name for name, _ in found)
         raise ResultError(
             f"the runs of task {task!r} have different main metrics", known=names, owner=str(results.folder)
         )
-    return found.pop()
+    return found.pop() if found else ("", True)
+
+
+def check_metric(results: Results, task: str, other: str, where: str, owner: str) -> None:
+    """Refuse to compare a task's scores with those of another metric; where all its runs failed, there is none to differ.
+
+    Args:
+        results: what ran here.
+        task: the task.
+        other: its main metric elsewhere, empty for none.
+        where: that place, in words.
+        owner: its folder or file.
+
+    Raises:
+        ResultError: the two are different.
+    """
+    name = metric_of(results, task)[0]
+    if name and other and name != other:
+        raise ResultError(f"task {task!r} is scored by {name} here and by {other} {where}", owner=owner)
+
+
+def in_points(tasks: Iterable[str], higher: Mapping[str, bool], *found: Scores) -> bool:
+    """Whether every task is scored in points, so that there is a mean over tasks."""
+    return {_scale(higher[task], task, scores) for task in tasks for scores in found} == {100}
 
 
 def _scale(higher: bool, task: str, scores: Scores) -> float:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.artifacts import write_json
-from .comparison import AVERAGE, directions, metric_of, scores_of, seed_averages
+from .comparison import AVERAGE, check_metric, in_points, metric_of, scores_of, seed_averages
 from .results import ResultError, Results, digest
 from .statistics import ALPHA, holm, worse_p
 
@@ -91,9 +91,8 @@ def write_baseline(results: Results, path: Path) -> None:
     scores = scores_of(results)
     if not scores:
         raise ResultError(f"{results.folder} holds no score to keep as a baseline")
-    tasks = {
-        task: dict(zip(("metric", "higher_is_better"), metric_of(results, task), strict=True)) for task in results.tasks
-    }
+    scored = [task for task in results.tasks if any(task == other for other, _ in scores)]
+    tasks = {task: dict(zip(("metric", "higher_is_better"), metric_of(results, task), strict=True)) for task in scored}
     named = [
         {"task": task, "method": method, "scores": {str(seed): score for seed, score in found.items()}}
         for (task, method), found in scores.items()
@@ -117,14 +116,10 @@ def compare_to_baseline(results: Results, baseline: Path, margin: float = MARGIN
         ResultError: the file cannot be read, is of another metric, or shares no cell with the results.
     """
     content = _read(baseline)
-    higher = directions(results)
-    for task in higher.keys() & content["tasks"].keys():
-        there = content["tasks"][task]
-        if (there["metric"], there["higher_is_better"]) != metric_of(results, task):
-            raise ResultError(
-                f"task {task!r} is scored by {metric_of(results, task)[0]} here and by {there['metric']} in the baseline",
-                owner=str(baseline),
-            )
+    higher = {task: there["higher_is_better"] for task, there in content["tasks"].items()}
+    for task in results.tasks:
+        there = content["tasks"].get(task, {"metric": ""})
+        check_metric(results, task, there["metric"], "in the baseline", str(baseline))
     before = {
         (cell["task"], cell["method"]): {int(seed): float(score) for seed, score in cell["scores"].items()}
         for cell in content["cells"]
@@ -141,11 +136,11 @@ def compare_to_baseline(results: Results, baseline: Path, margin: float = MARGIN
         raise ResultError(f"{results.folder} and {baseline} share no task, method and seed")
     by_method = []
     tasks = list(dict.fromkeys(change.task for change in by_task))
-    if len(tasks) > 1 and len({higher[task] for task in tasks}) == 1:
+    if len(tasks) > 1 and in_points(tasks, higher, now, before):
         for method in dict.fromkeys(change.method for change in by_task):
             pair = seed_averages(now, method, tasks), seed_averages(before, method, tasks)
             if pair[0].keys() & pair[1].keys():
-                by_method.append(_change(AVERAGE, method, *pair, set(), higher[tasks[0]]))
+                by_method.append(_change(AVERAGE, method, *pair, set(), True))
     return Check((*_judged(by_method, margin), *_judged(by_task, margin)), tuple(missing))
 
 

@@ -11,8 +11,8 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ class CellResult:
         error: of a failed cell, what went wrong.
         inputs: what the result depends on, with their ``fingerprint``.
         metrics: by name; scores lie in 0..1.
-        main_metric: the one that is compared.
+        main_metric: the one that is compared; empty of a cell that failed, unless done ones of its task say which it is.
         higher_is_better: whether a larger value of it is better.
         majority: its value for the majority class; a score that is not better is of a degenerate run.
         curve: (optimizer step, value of the main metric) of every evaluation.
@@ -226,7 +226,21 @@ def read_results(folder: Path) -> Results:
         raise ResultError(f"{folder} holds no results", known=inner, remedy=remedy)
     task, method = _position(suite, "tasks"), _position(suite, "methods")
     cells.sort(key=lambda cell: (task(cell.task), method(cell.method), cell.seed))
-    return Results(folder, suite, tuple(cells), damaged)
+    return Results(folder, suite, tuple(_with_metrics(cells)), damaged)
+
+
+def _with_metrics(cells: Sequence[CellResult]) -> Iterator[CellResult]:
+    """Give cells that failed before they had a metric the one that the done cells of their task agree on."""
+    known: dict[str, set[tuple[str, bool]]] = {}
+    for cell in cells:
+        if cell.main_metric:
+            known.setdefault(cell.task, set()).add((cell.main_metric, cell.higher_is_better))
+    for cell in cells:
+        found = known.get(cell.task, set())
+        if not cell.main_metric and len(found) == 1:
+            name, higher = next(iter(found))
+            cell = replace(cell, main_metric=name, higher_is_better=higher)
+        yield cell
 
 
 def _read_suite(path: Path) -> dict[str, Any]:

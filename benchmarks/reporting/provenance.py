@@ -35,7 +35,7 @@ def protocol(results: Results) -> str:
     pieces = suite.get("protocol")
     named = joined(map(str, pieces)) if isinstance(pieces, (list, tuple)) else str(pieces or "not recorded")
     seeds = ", ".join(map(str, results.seeds))
-    metrics = joined(f"{cell.task}: {cell.main_metric}" for cell in results.cells)
+    metrics = joined(f"{cell.task}: {cell.main_metric or NONE}" for cell in results.cells)
     lines = [f"<p>Protocol: {escape(named)}. Seeds: {seeds}. Main metrics: {escape(metrics)}.</p>"]
     lines.append(html_table(_methods(results), text=4, wrap=3))
     keys = {key: suite[key] for key in ("defaults", "tasks", "methods", "overrides", "threads") if suite.get(key)}

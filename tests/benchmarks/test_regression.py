@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,30 @@ def test_lost_runs_are_worse(check: Callable[..., Check]):
     found = check(unfinished)
     assert found.ok
     assert found.missing == tuple(f"rte--mmr--seed{seed}" for seed in range(1, 5))
+
+
+def test_a_task_that_only_fails_is_worse(tmp_path: Path):
+    """Its runs never got as far as a metric: that they lost their scores is told all the same, and can be a baseline."""
+    path = tmp_path / "baseline.json"
+    write_baseline(results(BASE), path)
+    now = results({**BASE, "cb": {"full": [None] * 5}})
+    nameless = [replace(cell, main_metric="") if cell.task == "cb" else cell for cell in now.cells]
+    now = replace(now, cells=tuple(nameless))
+    assert [(change.task, change.method, len(change.lost)) for change in compare_to_baseline(now, path).worse] == [
+        ("cb", "full", 5)
+    ]
+    write_baseline(now, path)
+    assert json.loads(path.read_text())["tasks"].keys() == {"rte"}
+    assert compare_to_baseline(results(BASE), path).ok
+
+
+def test_only_points_are_averaged(check: Callable[..., Check]):
+    """Two losses, and scores beyond 1, have no mean over tasks, here as in the report."""
+    tenfold = {t: {m: [10 * float(x or 0) for x in xs] for m, xs in of.items()} for t, of in BASE.items()}
+    assert "average" in {change.task for change in check(BASE).changes}
+    assert "average" not in {change.task for change in check(BASE, higher_is_better=False).changes}
+    assert "average" not in {change.task for change in check(tenfold, tenfold).changes}
+    assert "average" not in {change.task for change in check({**BASE, "cb": tenfold["cb"]}).changes}
 
 
 def test_lower_is_better(check: Callable[..., Check]):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tunery.benchmarks.cells import failure
 from tunery.benchmarks.results import CellResult, ResultError, digest, file_name, read_cell, read_results, sealed
 
 
@@ -72,6 +73,16 @@ def test_failed(changes: dict[str, Any], score: float | None, degenerate: bool, 
     """A run counts as failed without a finite score, and when the majority class would have done as well."""
     cell = read_cell(write(tmp_path, **changes))
     assert (cell.score, cell.degenerate, cell.failed) == (score, degenerate, failed)
+
+
+def test_a_failed_cell_is_of_its_tasks_metric(tmp_path: Path):
+    """It has none of its own; the done ones of its task say which, and whether less of it is better."""
+    write(tmp_path, main_metric="loss", higher_is_better=False)
+    write(tmp_path, seed=4, **failure("out of memory"))
+    write(tmp_path, task="cb", **failure("out of memory"))
+    found = {cell.key: (cell.main_metric, cell.higher_is_better) for cell in read_results(tmp_path).cells}
+    assert found["rte", "mmr", 4] == found["rte", "mmr", 3] == ("loss", False)
+    assert found["cb", "mmr", 3] == ("", True)  # nothing of it is done
 
 
 def test_damaged_files_are_moved_aside(tmp_path: Path):

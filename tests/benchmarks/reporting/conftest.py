@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tunery.benchmarks.cells import failure
 from tunery.benchmarks.results import file_name, sealed
 
 TASKS = {"rte": (0.62, 0.527), "mrpc": (0.84, 0.684), "cb": (0.79, 0.5), "trec": (0.93, 0.188)}  # level, majority
@@ -84,8 +85,8 @@ def write_cell(folder: Path, content: Mapping[str, Any]) -> Path:
 
 
 def crash(content: dict[str, Any], error: str) -> dict[str, Any]:
-    """Return a cell that failed."""
-    return {**content, "status": "failed", "error": error, "metrics": {}, "curve": []}
+    """Return a cell that failed, as bench records it: it never got as far as a metric."""
+    return {**content, **failure(error), "meta_info": {**content["meta_info"], "plugins": []}}
 
 
 def write_suite(folder: Path, **changes: Any) -> None:

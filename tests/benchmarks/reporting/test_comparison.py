@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tunery.benchmarks.cells import failure
 from tunery.benchmarks.comparison import AVERAGE, compare_runs, standings
 from tunery.benchmarks.results import ResultError, Results, file_name, read_results, sealed
 
@@ -75,6 +76,15 @@ def test_runs_are_compared_where_both_ran(cells: Callable[..., Any], tmp_path: P
     found = compare_runs(written(tmp_path / "now", [*now, cells("cb", "mmr", 0), cells("rte", "lora", 0)]), before)
     assert [(one.task, one.method, one.comparison.count) for one in found] == [("rte", "mmr", 2)]
     assert found[0].comparison.difference == pytest.approx(0.015)
+
+
+def test_a_task_without_any_score_refuses_no_other(cells: Callable[..., Any], tmp_path: Path):
+    """Here or there, a task whose runs all failed has no metric to differ by; the others are compared."""
+    gone = cells("cb", "mmr", 0) | failure("out of memory")
+    whole = written(tmp_path / "whole", [cells("rte", "mmr", 0), cells("cb", "mmr", 0)])
+    half = written(tmp_path / "half", [cells("rte", "mmr", 0), gone])
+    for pair in ((whole, half), (half, whole)):
+        assert [(one.task, one.method) for one in compare_runs(*pair)] == [("rte", "mmr")]
 
 
 def test_runs_that_share_nothing_are_refused(cells: Callable[..., Any], tmp_path: Path):

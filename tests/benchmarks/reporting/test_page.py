@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tunery.benchmarks.cells import failure
 from tunery.benchmarks.comparison import standings
 from tunery.benchmarks.reporting.figures import overall
 from tunery.benchmarks.reporting.page import page
@@ -178,7 +179,7 @@ def test_reference_cells(cells: Callable[..., Any], tmp_path: Path):
 def small_suites(cells: Callable[..., Any]) -> dict[str, list[dict[str, Any]]]:
     """Return the contents of suites that lack something."""
     bare = {"curve": [], "train_info": {}, "meta_info": {}, "run_info": {}, "inputs": {}}
-    gone = {"status": "failed", "error": "out of memory", "metrics": {}, "curve": []}
+    gone = failure("out of memory")
     loss = {"main_metric": "loss", "higher_is_better": False, "majority": None}
     return {
         "one cell": [cells("rte", "mmr", 0)],
