@@ -16,11 +16,11 @@ from typing import IO, Any
 
 from .cells import WORK, State, as_spec, failure, result_path, state_of, write_result
 from .claims import claimed, is_claimed
-from .results import read_cell
+from .results import ResultError, read_cell
 from .suite import Cell
 
 CELL_COMMAND = "bench-cell"
-DONE, FAILED, BUSY = 0, 1, 3
+DONE, FAILED, BUSY = 0, 4, 3  # 1 and 2 are what Python and tunery end with where a process has come to grief
 _POLL_SECONDS = 0.2
 _RECHECK_SECONDS = 3.0
 
@@ -164,12 +164,19 @@ def _settle(
 
 
 def _record_death(job: Job, folder: Path, code: int) -> State:
-    """Record a cell whose process ended without a word, as one that the system kills for memory does."""
+    """Record a cell whose process ended without a word, as one that the system kills for memory does.
+
+    Raises:
+        ResultError: the result file cannot be written.
+    """
     how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     started = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())
     with claimed(folder / WORK, job.cell.name) as claim:
         if claim is not None and state_of(folder, job.cell, job.inputs).seal == job.seen.seal:
-            write_result(job.cell, folder, job.inputs, failure(f"its process ended by {how}"), started)
+            try:
+                write_result(job.cell, folder, job.inputs, failure(f"its process ended by {how}"), started)
+            except OSError as error:
+                raise ResultError(f"cannot write {result_path(folder, job.cell)}: {error.strerror}") from None
     return state_of(folder, job.cell, job.inputs)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import os
@@ -24,6 +25,7 @@ from tunery.benchmarks.inputs import inputs_of
 from tunery.benchmarks.regression import write_baseline
 from tunery.benchmarks.results import read_results
 from tunery.benchmarks.runner import DONE, FAILED, Job, run_jobs
+from tunery.registry.errors import TuneryError
 from tunery.registry.loading import load_plugins
 
 _warm: list[Any] = []
@@ -209,6 +211,26 @@ def test_a_process_that_dies_is_recorded(place: Any, forked: Path, monkeypatch: 
     monkeypatch.setattr(Forked, "_run", lambda self: os.kill(os.getpid(), signal.SIGKILL))
     outcome = work(cells, place.folder / "results")
     assert outcome.failed == {cell.name: "its process ended by signal SIGKILL" for cell in cells}
+
+
+def test_a_process_that_crashes_is_recorded(place: Any, forked: Path, monkeypatch: pytest.MonkeyPatch):
+    """Python ends with 1 where a module cannot be imported, say: that is no cell that recorded its own failure."""
+    cells = [cell for cell in place.cells(seeds=1) if cell.task == "first"]
+    monkeypatch.setattr(Forked, "_run", lambda self: 1)
+    outcome = work(cells, place.folder / "results")
+    assert outcome.failed == {cell.name: "its process ended by exit code 1" for cell in cells}
+
+
+def test_a_death_that_cannot_be_recorded(place: Any, forked: Path, monkeypatch: pytest.MonkeyPatch):
+    """A full disk ends the runner with one line, not with a traceback."""
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Forked, "_run", lambda self: 1)
+    monkeypatch.setattr(runner, "write_result", full)
+    with pytest.raises(TuneryError, match=r"cannot write .*first--full--seed0.json: No space left on device"):
+        work(place.cells()[:1], place.folder / "results")
 
 
 @pytest.fixture
