@@ -143,7 +143,7 @@ def _run(queue: Sequence[Job], folder: Path, jobs: int, total: int) -> bool:
     if not queue:
         console.print(f"{total} cells of {folder} are done")
         return False
-    with progress(len(queue), total, jobs) as tell:
+    with progress(len(queue), total) as tell:
         outcome = run_jobs(queue, folder, jobs, tell)
     done = total - len(outcome.failed)
     console.print(f"{done} of {total} cells are done in {folder}", soft_wrap=True)

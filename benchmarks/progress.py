@@ -16,13 +16,12 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def progress(waiting: int, total: int, jobs: int) -> Iterator[Callable[[Outcome, str, int], None]]:
+def progress(waiting: int, total: int) -> Iterator[Callable[[Outcome, str], None]]:
     """Yield what is told of every cell that ends.
 
     Args:
         waiting: cells to run.
         total: cells of the suite, done ones included.
-        jobs: cells at a time.
     """
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[left]}"))
@@ -30,7 +29,7 @@ def progress(waiting: int, total: int, jobs: int) -> Iterator[Callable[[Outcome,
         task = bar.add_task("cells", total=total, completed=total - waiting, left="")
         started = time.monotonic()
 
-        def tell(outcome: Outcome, line: str, running: int) -> None:
+        def tell(outcome: Outcome, line: str) -> None:
             ended = len(outcome.done) + len(outcome.failed)
             seconds = (time.monotonic() - started) / ended * (waiting - ended)
             left = f"about {_span(seconds)} left" if ended < waiting else "all through"

@@ -48,12 +48,10 @@ class Outcome:
 
     Attributes:
         done, failed: names of the cells, of other workers too; of failed ones, with their error.
-        seconds: of each cell this runner ran itself.
     """
 
     done: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
-    seconds: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -61,17 +59,16 @@ class _Running:
     job: Job
     process: subprocess.Popen[str]
     log: IO[str]
-    started: float
 
 
-def run_jobs(queue: Sequence[Job], folder: Path, jobs: int, tell: Callable[[Outcome, str, int], None]) -> Outcome:
+def run_jobs(queue: Sequence[Job], folder: Path, jobs: int, tell: Callable[[Outcome, str], None]) -> Outcome:
     """Run every job, at most ``jobs`` at a time, and wait for those that other workers have.
 
     Args:
         queue: the jobs, in order.
         folder: of the suite's results.
         jobs: processes at a time.
-        tell: called with the outcome so far, a line about a cell that ended, and how many are running.
+        tell: called with the outcome so far and a line about a cell that ended.
 
     Returns:
         What was done and what failed.
@@ -87,13 +84,11 @@ def run_jobs(queue: Sequence[Job], folder: Path, jobs: int, tell: Callable[[Outc
             for item in [item for item in running if item.process.poll() is not None]:
                 running.remove(item)
                 item.log.close()
-                if item.process.returncode in (DONE, FAILED):
-                    outcome.seconds.append(time.monotonic() - item.started)
-                _settle(item.job, folder, item.process.returncode, waiting, outcome, tell, len(running))
+                _settle(item.job, folder, item.process.returncode, waiting, outcome, tell)
             for job in [job for job in waiting if job.not_before and job.not_before <= time.monotonic()]:
                 if state_of(folder, job.cell, job.inputs).seal != job.seen.seal:
                     waiting.remove(job)
-                    _settle(job, folder, BUSY, waiting, outcome, tell, len(running))
+                    _settle(job, folder, BUSY, waiting, outcome, tell)
             time.sleep(_POLL_SECONDS if running else min(_POLL_SECONDS, 0.05 * len(waiting)))
     return outcome
 
@@ -126,7 +121,7 @@ def _start(job: Job, folder: Path) -> _Running:
     assert process.stdin is not None
     process.stdin.write(json.dumps(spec))
     process.stdin.close()
-    return _Running(job, process, log, time.monotonic())
+    return _Running(job, process, log)
 
 
 def log_path(folder: Path, cell: Cell) -> Path:
@@ -140,8 +135,7 @@ def _settle(
     code: int,
     waiting: list[Job],
     outcome: Outcome,
-    tell: Callable[[Outcome, str, int], None],
-    running: int,
+    tell: Callable[[Outcome, str], None],
 ) -> None:
     """Note how a cell ended: by its result file, which this runner or another worker wrote."""
     name = job.cell.name
@@ -157,10 +151,10 @@ def _settle(
         found = read_cell(result_path(folder, job.cell))
         score = "no score" if found.score is None else f"{found.main_metric} {found.score:.4f}"
         by = "" if code == DONE else " by another worker"
-        tell(outcome, f"{name}: {score}, {found.train_info['seconds']:.0f} s of training{by}", running)
+        tell(outcome, f"{name}: {score}, {found.train_info['seconds']:.0f} s of training{by}")
     else:
         outcome.failed[name] = state.why
-        tell(outcome, f"{name}: failed: {state.why} (see {log_path(folder, job.cell)})", running)
+        tell(outcome, f"{name}: failed: {state.why} (see {log_path(folder, job.cell)})")
 
 
 def _record_death(job: Job, folder: Path, code: int) -> State:

@@ -17,16 +17,12 @@ class Cell:
         place: 1 of the best mean of its column, 2 of the second, else 0.
         steadier: by how much its sd is smaller than the baseline's, in parts of the larger one: -1..1; ``None`` without one.
         delta: its mean less the baseline's, positive where better, as text; empty for the baseline.
-        failed: how many of its runs failed or were degenerate.
-        runs: how many there were.
     """
 
     text: str
     place: int = 0
     steadier: float | None = None
     delta: str = ""
-    failed: int = 0
-    runs: int = 0
 
 
 @dataclass(frozen=True)
@@ -53,6 +49,12 @@ def grid(table: Standings) -> Grid:
     return Grid(tuple(names), {method: tuple(column[row] for column in columns) for row, method in enumerate(methods)})
 
 
+def failures(table: Standings, method: str) -> str:
+    """Return how many of a method's runs failed or were degenerate, of how many."""
+    runs = [cell for cell in table.results.cells if cell.method == method]
+    return f"{sum(cell.failed for cell in runs)} of {len(runs)}"
+
+
 def _task_column(table: Standings, task: str) -> list[Cell]:
     scale = table.scale[task]
     found = {method: table.summaries.get((task, method)) for method in table.results.methods}
@@ -61,9 +63,8 @@ def _task_column(table: Standings, task: str) -> list[Cell]:
     base = found[table.baseline]
     column = []
     for method, summary in found.items():
-        failed, runs = table.failed.get((task, method), 0), len(table.results.of(task, method))
         if summary is None:
-            column.append(Cell(text=NONE, failed=failed, runs=runs))
+            column.append(Cell(text=NONE))
             continue
         other = method != table.baseline and base is not None
         gain = (summary.mean - base.mean) * (1 if higher else -1) if other and base else None
@@ -73,8 +74,6 @@ def _task_column(table: Standings, task: str) -> list[Cell]:
                 place=places[method],
                 steadier=steadier(summary.sd, base.sd) if other and base else None,
                 delta="" if gain is None else number(gain, scale, sign=True),
-                failed=failed,
-                runs=runs,
             )
         )
     return column
@@ -85,10 +84,8 @@ def _average_column(table: Standings) -> list[Cell]:
     base = table.averages.get(table.baseline)
     column = []
     for method in table.results.methods:
-        cells = [cell for cell in table.results.cells if cell.method == method]
-        failed, runs = sum(cell.failed for cell in cells), len(cells)
         if method not in table.averages:
-            column.append(Cell(text=NONE, failed=failed, runs=runs))
+            column.append(Cell(text=NONE))
             continue
         mean, sd = table.averages[method]
         other = base if method != table.baseline else None
@@ -98,8 +95,6 @@ def _average_column(table: Standings) -> list[Cell]:
                 place=places[method],
                 steadier=steadier(sd, other[1]) if other else None,
                 delta=number(mean - other[0], 100, sign=True) if other else "",
-                failed=failed,
-                runs=runs,
             )
         )
     return column

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from ..comparison import AVERAGE, Standings
-from .layout import Cell, Grid
+from .layout import Cell, Grid, failures
 
 _PLACES = {0: "", 1: "first", 2: "second"}
 _SHAPES = {  # of matplotlib's markers, in a box from -5 to 5
@@ -61,7 +61,8 @@ def html_score_table(laid: Grid, caption: str, table: Standings | None = None) -
     lines = []
     for method, cells in laid.rows.items():
         drawn = "".join(_cell(cell, name) for cell, name in zip(cells, laid.columns, strict=True))
-        lines.append(f"<tr><th>{escape(method)}</th>{drawn}{_failed(method, table)}</tr>")
+        failed = f"<td>{failures(table, method)}</td>" if table else ""
+        lines.append(f"<tr><th>{escape(method)}</th>{drawn}{failed}</tr>")
     dense = " class=dense" if len(laid.columns) > 8 else ""
     return f"<table{dense}><caption>{caption}</caption><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
 
@@ -78,13 +79,6 @@ def _cell(cell: Cell, column: str) -> str:
     spread = f'<span class="sd">±{sd}</span>' if sd else ""
     small = f"<small>{cell.delta}</small>" if cell.delta else ""
     return f'<td{f" class={chr(34)}{names}{chr(34)}" if names else ""}{shade}><span class="mean">{mean}</span>{spread}{small}</td>'
-
-
-def _failed(method: str, table: Standings | None) -> str:
-    if table is None:
-        return ""
-    runs = [cell for cell in table.results.cells if cell.method == method]
-    return f"<td>{sum(cell.failed for cell in runs)} of {len(runs)}</td>"
 
 
 def joined(items: Iterable[str]) -> str:

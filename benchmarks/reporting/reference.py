@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +17,10 @@ class Reference:
     Attributes:
         title: which table of which paper.
         grid: its cells, marked like ours.
-        baseline: the row that the others are compared with; empty if the paper has no such row.
     """
 
     title: str
     grid: Grid
-    baseline: str
 
 
 def read_reference(results: Results, baseline: str) -> Reference | None:
@@ -54,14 +51,12 @@ def read_reference(results: Results, baseline: str) -> Reference | None:
         for place in range(len(columns))
     ]
     rows = {method: tuple(column[place] for column in drawn) for place, method in enumerate(order)}
-    return Reference(title, Grid(columns, rows), baseline if base is not None else "")
+    return Reference(title, Grid(columns, rows))
 
 
 def _read(cell: Any) -> tuple[float | None, float | None]:
     if cell is None or cell == NONE or cell == "-":
         return None, None
-    if isinstance(cell, Mapping):
-        cell = [cell["mean"], cell.get("sd")]
     parts = cell.split("±") if isinstance(cell, str) else cell if isinstance(cell, (list, tuple)) else [cell]
     mean, sd = (*parts, None) if len(parts) == 1 else parts
     return float(mean), None if sd is None else float(sd)

@@ -23,11 +23,9 @@ body {
 main { max-width: 1280px; margin: 0 auto; padding: 40px 28px 72px; }
 h1 { font-size: 2rem; line-height: 1.2; letter-spacing: -.015em; margin: 0 0 .35rem; }
 h2 { font-size: 1.25rem; letter-spacing: -.01em; margin: 3rem 0 .5rem; }
-h3 { font-size: 1rem; margin: 1.6rem 0 .4rem; }
 p { margin: .4rem 0; max-width: 46em; }
 .lead { color: var(--soft); font-size: 1.05rem; }
 .note { color: var(--soft); font-size: .87rem; }
-code { font: .9em ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; overflow-wrap: anywhere; }
 a { color: var(--accent); }
 nav { margin: 1.1rem 0 0; font-size: .9rem; }
 nav a { margin-right: 1.1em; text-decoration: none; }

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..comparison import Standings, Versus
-from .layout import grid
+from .layout import failures, grid
 from .words import MINUS, NONE, number, span
 
 _LATEX = {
@@ -40,13 +40,8 @@ def console_table(table: Standings) -> Table:
             style = {1: "bold", 2: "underline"}.get(cell.place, "")
             colour = "" if not cell.steadier else ("green" if cell.steadier > 0 else "red")
             styled.append(Text(cell.text, style=" ".join(filter(None, (style, colour)))))
-        drawn.add_row(Text(method), *styled, _failures(table, method))
+        drawn.add_row(Text(method), *styled, failures(table, method))
     return drawn
-
-
-def _failures(table: Standings, method: str) -> str:
-    runs = [cell for cell in table.results.cells if cell.method == method]
-    return f"{sum(cell.failed for cell in runs)} of {len(runs)}"
 
 
 def against_table(versus: Iterable[Versus], scale: Mapping[str, float], title: str) -> Table:
@@ -113,7 +108,7 @@ def markdown(table: Standings, notes: Sequence[str]) -> str:
         for cell in cells:
             mark = {1: "**", 2: "*"}.get(cell.place, "")
             marked.append(f"{mark}{cell.text}{mark}" + (f" ({cell.delta})" if cell.delta else ""))
-        lines.append(_row([method.translate(_MARKDOWN), *marked, _failures(table, method)]))
+        lines.append(_row([method.translate(_MARKDOWN), *marked, failures(table, method)]))
     return "\n".join([*lines, ""])
 
 
@@ -141,7 +136,7 @@ def latex(table: Standings, notes: Sequence[str]) -> str:
             depth = round(_DARKEST * abs(cell.steadier or 0))
             colour = "green" if (cell.steadier or 0) > 0 else "red"
             marked.append(rf"\cellcolor{{{colour}!{depth}}}{mark}" if depth else mark)
-        lines.append(" & ".join([_tex(method), *marked, _failures(table, method)]) + r" \\")
+        lines.append(" & ".join([_tex(method), *marked, failures(table, method)]) + r" \\")
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
 
 

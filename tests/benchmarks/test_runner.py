@@ -97,7 +97,7 @@ def forked(place: Any, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch)
             "replaces": job.seen.seal,
         }
         log = runner.log_path(folder, job.cell).open("w", encoding="utf-8")
-        return runner._Running(job, Forked(json.dumps(spec), note), log, time.monotonic())  # type: ignore[arg-type]
+        return runner._Running(job, Forked(json.dumps(spec), note), log)  # type: ignore[arg-type]
 
     monkeypatch.setattr(runner, "_start", start)
     monkeypatch.setattr(runner, "_RECHECK_SECONDS", 0.2)
