@@ -263,8 +263,12 @@ def set_aside(path: Path) -> Path:
     return path.rename(next(name for name in names if not name.exists()))
 
 
+def names_in(suite: Mapping[str, Any], key: str) -> list[str]:
+    """Return the names of the tasks or methods that ``suite.json`` lists."""
+    return [item.get("name") if isinstance(item, Mapping) else item for item in suite.get(key) or ()]
+
+
 def _position(suite: Mapping[str, Any], key: str) -> Callable[[str], tuple[int, str]]:
     """Return a sort key: where the suite lists a name; names it does not list come after, by alphabet."""
-    names = [item.get("name") if isinstance(item, Mapping) else item for item in suite.get(key) or ()]
-    places = {name: place for place, name in enumerate(names)}
+    places = {name: place for place, name in enumerate(names_in(suite, key))}
     return lambda name: (places.get(name, len(places)), name)

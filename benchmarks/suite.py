@@ -65,7 +65,8 @@ class Suite(BaseModel):
         overrides: keys for some cells.
         command: what runs a cell: ``train``, or ``federate`` in rounds.
         threads: of torch, in every cell; another number may change the last bits of a result.
-        reference: what a paper printed, for the report; never mixed with what was run.
+        reference: what a paper printed, for the report: ``title``, ``columns``, ``rows`` by method, and the columns of which
+            less is better, ``lower_is_better``; never mixed with what was run.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -26,7 +26,8 @@ class Reference:
 def read_reference(results: Results, baseline: str) -> Reference | None:
     """Read what the suite quotes: ``title``, ``columns`` and ``rows``, by method a cell a column.
 
-    A cell is a number in points, a text like ``59.21±2.32``, a list of mean and standard deviation, or null.
+    A cell is a number in points, a text like ``59.21±2.32``, a list of mean and standard deviation, or null. The columns of
+    which less is better, such as rounds to a score, stand in ``lower_is_better``.
 
     Raises:
         ResultError: it is written differently.
@@ -37,18 +38,21 @@ def read_reference(results: Results, baseline: str) -> Reference | None:
     try:
         columns = tuple(str(name) for name in quoted["columns"])
         numbers = {str(method): [_read(cell) for cell in row] for method, row in quoted["rows"].items()}
-        title = str(quoted["title"])
+        title, lower = str(quoted["title"]), [str(name) for name in quoted.get("lower_is_better", ())]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _error(results, f"{type(error).__name__}: {error}") from None
     for method, row in numbers.items():
         if len(row) != len(columns):
             raise _error(results, f"row {method!r} has {len(row)} cells for {len(columns)} columns")
+    for name in lower:
+        if name not in columns:
+            raise _error(results, f"lower_is_better: no column {name!r}")
     order = [method for method in results.methods if method in numbers]
     order += [method for method in numbers if method not in order]
     base = numbers.get(baseline)
     drawn = [
-        _column([numbers[method][place] for method in order], None if base is None else base[place])
-        for place in range(len(columns))
+        _column([numbers[method][place] for method in order], None if base is None else base[place], name in lower)
+        for place, name in enumerate(columns)
     ]
     rows = {method: tuple(column[place] for column in drawn) for place, method in enumerate(order)}
     return Reference(title, Grid(columns, rows))
@@ -63,16 +67,16 @@ def _read(cell: Any) -> tuple[float | None, float | None]:
 
 
 def _column(
-    cells: list[tuple[float | None, float | None]], base: tuple[float | None, float | None] | None
+    cells: list[tuple[float | None, float | None]], base: tuple[float | None, float | None] | None, lower: bool
 ) -> list[Cell]:
-    order = sorted({mean for mean, _ in cells if mean is not None}, reverse=True)
+    order = sorted({mean for mean, _ in cells if mean is not None}, reverse=not lower)
     column = []
     for mean, sd in cells:
         if mean is None:
             column.append(Cell(text=NONE))
             continue
         other = base if base != (mean, sd) else None
-        delta = None if other is None or other[0] is None else mean - other[0]
+        delta = None if other is None or other[0] is None else (mean - other[0]) * (-1 if lower else 1)
         column.append(
             Cell(
                 text=number(mean, 1, 2) if sd is None else f"{number(mean, 1, 2)}±{number(sd, 1, 2)}",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..comparison import AVERAGE, Standings, Versus
+from ..results import Results, names_in
 from ..statistics import ALPHA, Interval
+from ..suite import Override
 
 MINUS = "\N{MINUS SIGN}"
 NONE = "\N{EN DASH}"
@@ -168,15 +170,24 @@ def overview(table: Standings) -> list[str]:
     lines = [
         f"{' x '.join(counts)}: {done} runs with a score, {crashed} failed, {poor} no better than the majority class."
     ]
-    sizes = (len(results.suite.get(key) or getattr(results, key)) for key in ("tasks", "methods", "seeds"))
-    missing = math.prod(sizes) - len(results.cells)
-    if missing > 0:
+    missing = _missing(results)
+    if missing:
         lines.append(
             f"{missing} cell{'' if missing == 1 else 's'} of the suite {'has' if missing == 1 else 'have'} no result yet."
         )
     if results.damaged:
         lines.append(f"{counted(tuple(results.damaged), 'damaged file')} moved aside and not counted.")
     return lines
+
+
+def _missing(results: Results) -> int:
+    """Return how many cells the suite asks for, without those its overrides skip, that have no result."""
+    suite = results.suite
+    tasks, methods = names_in(suite, "tasks") or results.tasks, names_in(suite, "methods") or results.methods
+    skips = [one for one in map(Override.model_validate, suite.get("overrides") or ()) if one.skip]
+    asked = [pair for pair in itertools.product(tasks, methods) if not any(one.matches(*pair) for one in skips)]
+    ran = {cell.key for cell in results.cells}
+    return sum((*pair, seed) not in ran for pair in asked for seed in suite.get("seeds") or results.seeds)
 
 
 def counted(items: Sequence[object], name: str) -> str:

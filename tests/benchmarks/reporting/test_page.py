@@ -157,6 +157,8 @@ def test_reference_is_never_mixed_in(made_up: Path, made_page: str):
         ({"title": "T", "columns": ["rte"], "rows": {"mmr": ["75±x"]}}, "could not convert"),
         ({"title": "T", "columns": ["rte", "cb"], "rows": {"mmr": [1]}}, "row 'mmr' has 1 cells for 2 columns"),
         ({"title": "T", "columns": ["rte"], "rows": ["mmr"]}, "AttributeError"),
+        ({"title": "T", "columns": ["rte"], "rows": {}, "lower_is_better": ["rounds"]}, "no column 'rounds'"),
+        ({"title": "T", "columns": ["rte"], "rows": {}, "lower_is_better": True}, "TypeError"),
     ],
 )
 def test_reference_that_cannot_be_read(quoted: Any, says: str, cells: Callable[..., Any], tmp_path: Path):
@@ -174,6 +176,17 @@ def test_reference_cells(cells: Callable[..., Any], tmp_path: Path):
     texts = {method: [cell.text for cell in row] for method, row in found.grid.rows.items()}
     assert texts == {"mmr": ["75.50", "80.00±1.50", NONE], "lora": ["70.00", NONE, NONE]}
     assert found.grid.rows["lora"][0].delta == f"{MINUS}5.50"
+
+
+def test_reference_of_which_less_is_better(cells: Callable[..., Any], tmp_path: Path):
+    """Of rounds to a score the fewest are the best, and fewer than the baseline's are a gain."""
+    rows = {"lora": [80, 80], "mmr": [70, 70]}
+    quoted = {"title": "T", "columns": ["F1", "rounds"], "rows": rows, "lower_is_better": ["rounds"]}
+    found = read_reference(write(tmp_path, [cells("rte", "lora", 0)], {"reference": quoted}), "lora")
+    assert found is not None
+    up, down = zip(*found.grid.rows.values(), strict=True)
+    assert ([cell.place for cell in down], down[1].delta) == ([2, 1], "+10.00")
+    assert ([cell.place for cell in up], up[1].delta) == ([1, 2], f"{MINUS}10.00")
 
 
 def small_suites(cells: Callable[..., Any]) -> dict[str, list[dict[str, Any]]]:

@@ -156,6 +156,22 @@ def test_seed_without_a_score_is_said(table: Any):
     ]
 
 
+def test_missing_cells_are_said(tmp_path: Path, cells: Callable[..., Any]):
+    """What the suite lists and has not run is told; what its overrides skip was never asked for."""
+    small(tmp_path, cells, {"fine_tune": [0.5, 0.6], "lora": [0.5]})
+    skip = {"tasks": "c*", "methods": "lora", "keys": {}, "skip": True}
+    keys = {"tasks": "*", "methods": "*", "keys": {"max_steps": 1}, "skip": False}
+    suite = {
+        "tasks": [{"name": "rte", "keys": {}}, {"name": "cb", "keys": {}}],
+        "methods": [{"name": name, "keys": {}} for name in ("fine_tune", "lora")],
+        "seeds": [0, 1],
+        "overrides": [skip, keys],
+    }
+    (tmp_path / "suite.json").write_text(json.dumps(suite))
+    said = "3 cells of the suite have no result yet."  # rte by lora once, cb by fine_tune twice
+    assert overview(standings(read_results(tmp_path)))[1:] == [said]
+
+
 def test_loss_is_not_shown_in_points(tmp_path: Path, cells: Callable[..., Any]):
     """Of a metric that is better when lower, the best is the lowest, and a drop is a gain."""
     scores = {"fine_tune": [3.5, 3.6, 3.7], "mmr": [3.25, 3.3, 3.5]}
