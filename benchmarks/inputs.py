@@ -16,7 +16,8 @@ from ..registry.catalog import Catalog
 from ..registry.selection import parse_selections
 from .suite import Cell
 
-_FILES = ("train_file", "validation_file", "test_file", "server_data")
+_FILES = ("train_file", "validation_file", "test_file")
+_MODEL_FILES = ("*.json", "*.safetensors", "*.bin", "*.txt", "*.model")
 
 
 def inputs_of(cell: Cell, catalog: Catalog) -> dict[str, Any]:
@@ -35,7 +36,7 @@ def inputs_of(cell: Cell, catalog: Catalog) -> dict[str, Any]:
         **({} if cell.command == "train" else {"command": cell.command}),
         "threads": cell.threads,
         "data": dict(_data(keys)),
-        "model": _folder_digest(resolve(str(keys.get("model_name_or_path", ""))), ("*.json", "*.safetensors", "*.txt")),
+        "model": _folder_digest(resolve(str(keys.get("model_name_or_path", ""))), _MODEL_FILES),
         "plugins": _plugins(keys, catalog),
     }
     text = json.dumps(found, sort_keys=True, separators=(",", ":"), default=str)
@@ -70,6 +71,10 @@ def _plugins(keys: Mapping[str, Any], catalog: Catalog) -> dict[str, str]:
 
 def _data(keys: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the files a recipe names, each with the hash of its content."""
+    source = str(keys.get("server_data") or "")
+    if source:
+        is_file = Path(source).suffix.lower() in FILE_TYPES
+        yield "server_data", _digest(Path(source)) if is_file else _digest_of_dataset(source)
     for task in (keys, *(keys.get("tasks") or ())):
         prefix = f"{task['name']}/" if "name" in task else ""
         for key in _FILES:
@@ -79,11 +84,15 @@ def _data(keys: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             for path in sorted(Path(task["data_files"]).expanduser().glob("*")):
                 if path.suffix.lower() in FILE_TYPES:
                     yield f"{prefix}{path.name}", _digest(path)
-        name = task.get("dataset_name")
-        if name in BUILT_IN:  # made of Python's own documentation
-            yield f"{prefix}{name}", f"Python {platform.python_version()}"
-        elif name:
-            yield f"{prefix}{name}", _folder_digest(name, ("**/*",))
+        if name := task.get("dataset_name"):
+            yield f"{prefix}{name}", _digest_of_dataset(name)
+
+
+def _digest_of_dataset(name: str) -> str:
+    """Return what stands for a dataset: a folder's content, a name on the hub, or what a built-in one is made of."""
+    if name in BUILT_IN:  # Python's own documentation
+        return f"Python {platform.python_version()}"
+    return _folder_digest(name, ("**/*",))
 
 
 def _folder_digest(reference: str, patterns: tuple[str, ...]) -> str:

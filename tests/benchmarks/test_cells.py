@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tunery.benchmarks.cells import result_path, state_of
-from tunery.benchmarks.inputs import inputs_of
+from tunery.benchmarks.inputs import differences, inputs_of
 from tunery.benchmarks.results import read_cell
 from tunery.registry.errors import TuneryError
 from tunery.registry.loading import load_plugins
@@ -92,6 +93,35 @@ def test_stale_and_why(place: Any, run: Run):
     state = state_of(folder, moved, inputs_of(moved, catalog))
     assert state.status == "stale"
     assert state.why.startswith("data.train.jsonl: ")
+
+
+def test_every_file_of_a_model_counts(place: Any):
+    """A tokenizer's own format, and weights that are no safetensors, make a cell stale like the others."""
+    folder, catalog = place.folder / "model", load_plugins().catalog
+    shutil.copytree(place.base, folder)
+    cell = place.cells(defaults={**place.content()["defaults"], "model_name_or_path": str(folder)})[0]
+    seen = {inputs_of(cell, catalog)["model"]}
+    for name in ("spiece.model", "pytorch_model.bin", "merges.txt", "tokenizer.json", "model.safetensors"):
+        (folder / name).write_bytes(b"other")
+        seen.add(inputs_of(cell, catalog)["model"])
+    assert len(seen) == 6
+
+
+def test_the_servers_own_rows_count(place: Any):
+    """A federated cell is stale when a file of the server's data changes, be it named itself or by its folder."""
+    catalog = load_plugins().catalog
+    data = place.folder / "server"
+    (data / "inner").mkdir(parents=True)
+    rows = data / "inner" / "train.jsonl"
+    for source in (data, rows):
+        rows.write_text('{"text": "a"}\n', encoding="utf-8")
+        cell = place.cells(command="federate", defaults={"model_name_or_path": "m", "server_data": str(source)})[0]
+        before = inputs_of(cell, catalog)
+        rows.write_text('{"text": "b"}\n', encoding="utf-8")
+        changed = differences(before, inputs_of(cell, catalog))
+        assert [text.split(": ")[0] for text in changed] == ["data.server_data"]
+    cell = place.cells(command="federate", defaults={"model_name_or_path": "m", "server_data": "wikimedia/wiki"})[0]
+    assert inputs_of(cell, catalog)["data"]["server_data"] == "wikimedia/wiki"
 
 
 def test_damaged_result_is_moved_aside(place: Any, run: Run):
