@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from .runner import Job
 
 _FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
+_INSTEAD = {  # of keys that a cell has from its suite
+    "tasks": "--only 'TASK--*' chooses cells by their names",
+    "seed": "--seeds 5 says how many, --seeds 0,4,7 which",
+    "output_dir": "--results FOLDER says where results go",
+}
 
 
 @hookimpl
@@ -64,6 +69,8 @@ def bench(
     catalog = load_plugins().catalog
     whole = read_suite(suite)
     flags = read_flags(context.args, more=(FederatedArguments,) if whole.command == "federate" else ())
+    for key in flags.keys() & _INSTEAD.keys():
+        raise RecipeError(f"--{key} is no flag of a suite", remedy=_INSTEAD[key])
     chosen, names = with_methods(whole, _split(methods), catalog)
     ran = chosen.model_copy(update={"seeds": _seeds(seeds)} if seeds else {})
     place = None if data_dir is None else str(data_dir.expanduser().resolve())

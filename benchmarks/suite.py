@@ -262,9 +262,11 @@ def select(cells: Iterable[Cell], only: Sequence[str], shard: str | None) -> lis
     """Return the cells whose name matches one of the globs, and of these every n-th.
 
     Raises:
-        RecipeError: nothing matches, or ``shard`` is not i/n with 1 <= i <= n.
+        RecipeError: there are no cells, nothing matches, or ``shard`` is not i/n with 1 <= i <= n.
     """
     cells = list(cells)
+    if not cells:
+        raise RecipeError("no cell is left: the suite's overrides skip them all")
     chosen = [cell for cell in cells if not only or any(fnmatch.fnmatchcase(cell.name, glob) for glob in only)]
     if not chosen:
         names = [cell.name for cell in cells]

@@ -277,6 +277,19 @@ def test_command(place: Any, forked: Path, command: Callable[..., Any]):
     assert command("--learning_rat", "1")[0] == 2
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--tasks", "rte"], "--tasks is no flag of a suite; --only 'TASK--*' chooses cells by their names"),
+        (["--seed", "3"], "--seed is no flag of a suite; --seeds 5 says how many, --seeds 0,4,7 which"),
+        (["--output_dir", "here"], "--output_dir is no flag of a suite; --results FOLDER says where results go"),
+    ],
+)
+def test_flags_of_one_run(command: Callable[..., Any], words: list[str], says: str):
+    """A suite has its own tasks, seeds and folders: what sets them in a single run is answered in one line."""
+    assert command(*words, "--list") == (2, "", f"tunery: {says}\n")
+
+
 @pytest.mark.slow
 def test_real_processes(place: Any):
     """``tunery bench`` itself: killed once amid its cells, then run to the end with two jobs; the bits are the same."""

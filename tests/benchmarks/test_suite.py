@@ -130,6 +130,15 @@ def test_quoted_tables_are_whole():
         assert suite.methods.keys() <= rows.keys()
 
 
+def test_nothing_is_left(place: Any):
+    """A suite that skips all it lists is told so, with and without a selection."""
+    cells = place.cells(overrides=[{"skip": True}])
+    assert cells == []
+    for only in ([], ["first--*"]):
+        with pytest.raises(RecipeError, match="no cell is left: the suite's overrides skip them all"):
+            select(cells, only, None)
+
+
 def test_cells_can_be_skipped():
     """Several tasks in one run are Multi-LoRA's, one task a run the others'."""
     names = {cell.name.rpartition("--")[0] for cell in read_suite("multi_lora_table1").cells({})}
