@@ -63,6 +63,7 @@ def bench(
     from ..core.federated.arguments import FederatedArguments
     from ..core.options import read_flags
     from ..registry.loading import load_plugins
+    from .regression import read_baseline
     from .suite import read_suite, select, with_methods, write_suite
 
     calm()
@@ -74,6 +75,10 @@ def bench(
     chosen, names = with_methods(whole, _split(methods), catalog)
     ran = chosen.model_copy(update={"seeds": _seeds(seeds)} if seeds else {})
     place = None if data_dir is None else str(data_dir.expanduser().resolve())
+    if place is not None and not Path(place).is_dir():
+        raise RecipeError(f"no folder {data_dir}", owner="--data_dir")
+    if check is not None:
+        read_baseline(check)  # rather now than when every cell has run
     cells = [cell for cell in ran.cells(flags, place) if cell.method in names]
     cells = select(cells, only or (), shard)
     folder = results / chosen.name
@@ -83,8 +88,11 @@ def bench(
         for job in queue:
             print(shlex.join(["tunery", "bench", suite, "--only", job.cell.name, *repeated]))
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    write_suite(ran, folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_suite(ran, folder)
+    except OSError as error:
+        raise RecipeError(f"cannot write {folder}: {error.strerror}", remedy="name another --results") from None
     failed = _run(queue, folder, jobs or _usual_jobs(ran.threads), len(cells))
     if check is not None:
         failed |= _check(folder, check)

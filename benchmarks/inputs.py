@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import platform
@@ -10,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from ..core.data import DataArguments
 from ..core.data.loading import BUILT_IN, FILE_TYPES
 from ..core.models import resolve
 from ..registry.catalog import Catalog
@@ -27,7 +29,7 @@ def inputs_of(cell: Cell, catalog: Catalog) -> dict[str, Any]:
     name and revision.
 
     Raises:
-        TuneryError: the cell cannot be run: no such data folder, model package or plugin.
+        TuneryError: the cell cannot be run: data that are none, no such model package or plugin.
     """
     keys = cell.keys
     found: dict[str, Any] = {
@@ -75,6 +77,8 @@ def _data(keys: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if source:
         is_file = Path(source).suffix.lower() in FILE_TYPES
         yield "server_data", _digest(Path(source)) if is_file else _digest_of_dataset(source)
+    names = [item.name for item in dataclasses.fields(DataArguments)]
+    DataArguments(**{name: keys[name] for name in names if name in keys}).each()  # refuses what names no data
     for task in (keys, *(keys.get("tasks") or ())):
         prefix = f"{task['name']}/" if "name" in task else ""
         for key in _FILES:

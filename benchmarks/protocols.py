@@ -124,18 +124,18 @@ def read_protocol(pieces: Iterable[str]) -> Protocol:
 
 
 def _read(text: str) -> Protocol:
-    found = _PIECE.fullmatch(text)
+    found = _PIECE.fullmatch(str(text))  # YAML may have made a number of it
     name = found[1] if found else text
     if found is None or name not in PIECES:
-        raise RecipeError(f"no protocol {name!r}", known=PIECES, remedy=did_you_mean(name, PIECES))
+        raise RecipeError(f"no protocol {name!r}", known=PIECES, remedy=did_you_mean(str(name), PIECES))
     try:
         values = yaml.safe_load(f"[{found[2] or ''}]")
         values = [float(value) if isinstance(value, str) and _is_number(value) else value for value in values]
         inspect.signature(PIECES[name]).bind(*values)
-    except (yaml.YAMLError, TypeError) as error:
+        return PIECES[name](*values)
+    except (yaml.YAMLError, TypeError, ValueError) as error:
         signature = inspect.signature(PIECES[name])
         raise RecipeError(f"cannot read protocol {text!r}: {error}", known=[f"{name}{signature}"]) from None
-    return PIECES[name](*values)
 
 
 def _is_number(text: str) -> bool:

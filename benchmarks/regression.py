@@ -115,7 +115,7 @@ def compare_to_baseline(results: Results, baseline: Path, margin: float = MARGIN
     Raises:
         ResultError: the file cannot be read, is of another metric, or shares no cell with the results.
     """
-    content = _read(baseline)
+    content = read_baseline(baseline)
     higher = {task: there["higher_is_better"] for task, there in content["tasks"].items()}
     for task in results.tasks:
         there = content["tasks"].get(task, {"metric": ""})
@@ -175,14 +175,19 @@ def _judged(family: Sequence[Change], margin: float) -> list[Change]:
     ]
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_baseline(path: Path) -> dict[str, Any]:
+    """Read what :func:`write_baseline` wrote.
+
+    Raises:
+        ResultError: it cannot be read, is damaged or something else, or comes from a newer tunery.
+    """
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:
         raise ResultError(
             f"cannot read {path}: {error.strerror}", remedy="tunery report RESULTS --write_baseline FILE writes one"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ResultError(f"{path} is no baseline: {error}") from None
     if not isinstance(content, dict) or not {"format", "tasks", "cells", "sha256"} <= content.keys():
         raise ResultError(f"{path} is no baseline")

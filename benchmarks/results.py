@@ -179,7 +179,7 @@ def read_cell(path: Path) -> CellResult:
         content = json.loads(path.read_bytes())
     except OSError as error:
         raise ResultError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DamagedResultError(f"{path.name} is not JSON: {error}") from None
     if not isinstance(content, dict) or "sha256" not in content:
         raise DamagedResultError(f"{path.name} is no result file")
@@ -245,27 +245,57 @@ def _with_metrics(cells: Sequence[CellResult]) -> Iterator[CellResult]:
 
 def _read_suite(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ResultError(f"cannot read {path}: {error}", remedy="remove it, or run tunery bench again") from None
-    if not isinstance(content, dict):
+    if not _is_suite(content):
         raise ResultError(f"{path} is no suite", remedy="remove it, or run tunery bench again")
     return content
 
 
+def _is_suite(content: Any) -> bool:
+    """Whether it lists tasks, methods, seeds and overrides, as far as it has them, as a suite does."""
+    return isinstance(content, dict) and all(
+        isinstance(items := content.get(key) or [], list) and all(map(fits, items)) for key, fits in _LISTS.items()
+    )
+
+
+def _is_named(item: Any) -> bool:
+    return isinstance(item.get("name") if isinstance(item, Mapping) else item, str)
+
+
+def _is_override(item: Any) -> bool:
+    return isinstance(item, Mapping) and all(isinstance(item.get(key, "*"), str) for key in ("tasks", "methods"))
+
+
+_LISTS: Mapping[str, Callable[[Any], bool]] = {
+    "tasks": _is_named,
+    "methods": _is_named,
+    "seeds": lambda item: isinstance(item, int),
+    "overrides": _is_override,
+}
+
+
 def set_aside(path: Path) -> Path:
-    """Move a damaged file into the quarantine folder under a name that is free, and return where it is."""
+    """Move a damaged file into the quarantine folder under a name that is free, and return where it is.
+
+    Raises:
+        ResultError: it cannot be moved.
+    """
     home = path.parent / QUARANTINE
-    home.mkdir(exist_ok=True)
     names = (home / f"{path.stem}{'' if n == 1 else f'.{n}'}{path.suffix}" for n in itertools.count(1))
-    return path.rename(next(name for name in names if not name.exists()))
+    try:
+        home.mkdir(exist_ok=True)
+        return path.rename(next(name for name in names if not name.exists()))
+    except OSError as error:
+        raise ResultError(f"cannot move {path.name} to {home}: {error.strerror}") from None
 
 
 def names_in(suite: Mapping[str, Any], key: str) -> list[str]:
     """Return the names of the tasks or methods that ``suite.json`` lists."""
-    return [item.get("name") if isinstance(item, Mapping) else item for item in suite.get(key) or ()]
+    return [str(item["name"] if isinstance(item, Mapping) else item) for item in suite.get(key) or ()]
 
 
 def _position(suite: Mapping[str, Any], key: str) -> Callable[[str], tuple[int, str]]:

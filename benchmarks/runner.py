@@ -165,12 +165,12 @@ def _record_death(job: Job, folder: Path, code: int) -> State:
     """
     how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     started = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())
-    with claimed(folder / WORK, job.cell.name) as claim:
-        if claim is not None and state_of(folder, job.cell, job.inputs).seal == job.seen.seal:
-            try:
+    try:
+        with claimed(folder / WORK, job.cell.name) as claim:
+            if claim is not None and state_of(folder, job.cell, job.inputs).seal == job.seen.seal:
                 write_result(job.cell, folder, job.inputs, failure(f"its process ended by {how}"), started)
-            except OSError as error:
-                raise ResultError(f"cannot write {result_path(folder, job.cell)}: {error.strerror}") from None
+    except OSError as error:
+        raise ResultError(f"cannot write {result_path(folder, job.cell)}: {error.strerror}") from None
     return state_of(folder, job.cell, job.inputs)
 
 

@@ -197,6 +197,9 @@ def read_suite(name: str) -> Suite:
                 raise RecipeError(f"{kind} {given!r} is no name", owner=str(path), remedy=remedy)
     parts = [suite.defaults, *suite.tasks.values(), *suite.methods.values(), *(item.keys for item in suite.overrides)]
     owner, more = f"suite {path.name}", (FederatedArguments,) if suite.command == "federate" else ()
+    for pieces in (part["protocol"] for part in parts if "protocol" in part):
+        if not isinstance(pieces, (str, list)):
+            raise RecipeError(f"protocol {pieces!r} is no list of pieces", owner=owner)
     check_keys((key for part in parts for key in part if key != "protocol"), owner, more)
     return suite
 
@@ -230,7 +233,7 @@ def _plugin_as_method(text: str, suite: Suite, catalog: Catalog) -> tuple[str, K
     kinds = [entry.kind for entry in catalog if entry.name == selection.name and entry.kind != "probe"]
     if not kinds:
         plugins = [entry.name for entry in catalog if entry.kind != "probe"]
-        known = [*suite.methods, *plugins]
+        known = list(dict.fromkeys([*suite.methods, *plugins]))
         remedy = did_you_mean(selection.name, known) or "pip install the distribution that offers it"
         raise RecipeError(f"no method {selection.name!r}", known=known, remedy=remedy)
     keys: Keys = {"strategy": text} if kinds[0] == "strategy" else {"strategy": "full", "regularizers": [text]}

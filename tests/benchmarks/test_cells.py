@@ -13,7 +13,7 @@ import pytest
 from tunery.benchmarks.cells import result_path, state_of
 from tunery.benchmarks.inputs import differences, inputs_of
 from tunery.benchmarks.results import read_cell
-from tunery.registry.errors import TuneryError
+from tunery.registry.errors import DataError, TuneryError
 from tunery.registry.loading import load_plugins
 
 Run = Callable[..., Any]
@@ -93,6 +93,23 @@ def test_stale_and_why(place: Any, run: Run):
     state = state_of(folder, moved, inputs_of(moved, catalog))
     assert state.status == "stale"
     assert state.why.startswith("data.train.jsonl: ")
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"tasks": "first"}, "tasks='first': Input should be a valid list"),
+        ({"tasks": ["first"]}, r"tasks=\['first'\]: Input should be a valid dictionary"),
+        ({"dataset_name": 5}, "dataset_name=5: Input should be a valid string"),
+        ({"tasks": [{"name": "t", "train_file": 5}]}, "train_file=5: Input should be a valid string"),
+        ({"tasks": [{"train_fil": "t.jsonl"}]}, "no key 'train_fil'"),
+    ],
+)
+def test_data_that_are_none(place: Any, keys: dict[str, Any], message: str):
+    """Where a suite names no file or dataset, it is told before the first cell begins."""
+    cell = place.cells(tasks={"t": keys})[0]
+    with pytest.raises(DataError, match=message):
+        inputs_of(cell, load_plugins().catalog)
 
 
 def test_every_file_of_a_model_counts(place: Any):

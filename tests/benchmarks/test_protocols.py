@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tunery.benchmarks.protocols import read_protocol
@@ -42,9 +44,12 @@ def test_learning_rates_are_numbers():
         ("dev_as_test(0.1, 0.2)", "cannot read protocol"),
         ("official_split(train)", "known: validation, test"),
         ("learning_rate_search(1e-5)", "without a choice"),
+        ("learning_rate_search(low, high)", "cannot read protocol .*could not convert string to float"),
+        ("leave_out(2000-99-99)", "cannot read protocol .*month must be"),
         ("", "no protocol ''"),
+        (5, "no protocol 5"),
     ],
 )
-def test_refused(piece: str, message: str):
+def test_refused(piece: Any, message: str):
     with pytest.raises(RecipeError, match=message):
         read_protocol([piece])

@@ -176,9 +176,10 @@ def test_refusals(tmp_path: Path):
     path.write_text(json.dumps(content))
     with pytest.raises(ResultError, match="does not match its hash; it is damaged or was edited"):
         compare_to_baseline(results(BASE), path)
-    path.write_text("[1]")
-    with pytest.raises(ResultError, match="is no baseline"):
-        compare_to_baseline(results(BASE), path)
+    for text in ("[1]", "half", "[" * 10**5):
+        path.write_text(text)
+        with pytest.raises(ResultError, match="is no baseline"):
+            compare_to_baseline(results(BASE), path)
     with pytest.raises(
         ResultError, match=r"cannot read .*nowhere: .*; tunery report RESULTS --write_baseline FILE writes one"
     ):

@@ -96,6 +96,7 @@ def test_damaged_files_are_moved_aside(tmp_path: Path):
     write(tmp_path, seed=7, status="perhaps")
     write(tmp_path, seed=8, curve=[[1, 2, 3]])
     write(tmp_path, seed=9, majority="half")
+    (tmp_path / "rte--mmr--seed10.json").write_text("[" * 10**5, encoding="utf-8")
     results = read_results(tmp_path)
     assert [cell.seed for cell in results.cells] == [3]
     assert [path.name for path in sorted(tmp_path.glob("*.json"))] == [whole.name]
@@ -109,6 +110,14 @@ def test_damaged_files_are_moved_aside(tmp_path: Path):
         "rte--mmr--seed9.json has majority = 'half'",
     ]
     assert all(path.exists() for path in results.damaged)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path):
+    """Where a damaged file cannot be moved aside, it is named in one line."""
+    write(tmp_path).write_text("half", encoding="utf-8")
+    (tmp_path / "damaged").touch()
+    with pytest.raises(ResultError, match=r"cannot move rte--mmr--seed3.json to .*damaged: File exists"):
+        read_results(tmp_path)
 
 
 def test_quarantine_keeps_what_it_holds(tmp_path: Path):
@@ -146,7 +155,13 @@ def test_suite_gives_the_order(tmp_path: Path):
         (lambda folder: folder / "nowhere", "no folder .*nowhere; tunery bench SUITE writes one"),
         (lambda folder: folder, "holds no results; tunery bench SUITE writes them"),
         (lambda folder: _nested(folder), "holds no results; known: small; name one of the suites in it"),
-        (lambda folder: _half_a_suite(folder), "cannot read .*suite.json"),
+        (lambda folder: _suite_of(folder, '{"name": '), "cannot read .*suite.json"),
+        (lambda folder: _suite_of(folder, "[" * 10**5), "cannot read .*suite.json"),
+        (lambda folder: _suite_of(folder, "[]"), "suite.json is no suite; remove it"),
+        (lambda folder: _suite_of(folder, '{"tasks": 5}'), "suite.json is no suite"),
+        (lambda folder: _suite_of(folder, '{"methods": [{"nam": "a"}]}'), "suite.json is no suite"),
+        (lambda folder: _suite_of(folder, '{"seeds": 3}'), "suite.json is no suite"),
+        (lambda folder: _suite_of(folder, '{"overrides": [{"tasks": 5}]}'), "suite.json is no suite"),
     ],
 )
 def test_folder_that_is_none(make: Any, says: str, tmp_path: Path):
@@ -161,8 +176,8 @@ def _nested(folder: Path) -> Path:
     return folder
 
 
-def _half_a_suite(folder: Path) -> Path:
-    (folder / "suite.json").write_text('{"name": ', encoding="utf-8")
+def _suite_of(folder: Path, text: str) -> Path:
+    (folder / "suite.json").write_text(text, encoding="utf-8")
     return folder
 
 

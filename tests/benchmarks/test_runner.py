@@ -290,6 +290,20 @@ def test_flags_of_one_run(command: Callable[..., Any], words: list[str], says: s
     assert command(*words, "--list") == (2, "", f"tunery: {says}\n")
 
 
+def test_what_cannot_be_used_is_told_before_the_first_cell(place: Any, command: Callable[..., Any]):
+    """A baseline, a folder of data or one for results that is none: one line, and nothing has run."""
+    (place.folder / "file").touch()
+    for words, says in (
+        (["--check", "nowhere.json"], "cannot read nowhere.json: No such file or directory"),
+        (["--data_dir", "nowhere"], "no folder nowhere; in --data_dir"),
+        (["--results", str(place.folder / "file")], f"cannot write {place.folder / 'file'}/tiny: Not a directory"),
+    ):
+        code, out, err = command(*words)
+        assert (code, out, len(err.splitlines())) == (2, "", 1), err
+        assert says in err
+    assert not (place.folder / "results").exists()
+
+
 @pytest.mark.slow
 def test_real_processes(place: Any):
     """``tunery bench`` itself: killed once amid its cells, then run to the end with two jobs; the bits are the same."""

@@ -70,6 +70,7 @@ def test_shipped_suites_can_be_run(name: str, tmp_path: Path):
         ({"tasks": {"a/b": {}}}, "task 'a/b' is no name"),
         ({"defaults": {"learning_rat": 1}}, "no key 'learning_rat'.*did you mean 'learning_rate'"),
         ({"overrides": [{"keys": {"nothing": 1}}]}, "no key 'nothing'"),
+        ({"tasks": {"t": {"protocol": 5}}}, "protocol 5 is no list of pieces"),
     ],
 )
 def test_refused(place: Any, changes: dict[str, Any], message: str):
@@ -104,7 +105,7 @@ def test_any_plugin_is_a_method(place: Any):
     assert added.methods["lora-r-2"] == {"strategy": "lora:r=2"}
     assert added.methods["mixout"] == {"strategy": "full", "regularizers": ["mixout"]}
     assert with_methods(suite, ["head"], catalog)[1] == ["head"]
-    with pytest.raises(TuneryError, match=r"no method 'mixuot'.*did you mean 'mixout'"):
+    with pytest.raises(TuneryError, match=r"no method 'mixuot'; known: full, head, lora, .*did you mean 'mixout'"):
         with_methods(suite, ["mixuot"], catalog)
 
 
