@@ -170,7 +170,10 @@ def _check(folder: Path, baseline: Path) -> bool:
     from .regression import compare_to_baseline
     from .results import read_results
 
-    found = compare_to_baseline(read_results(folder), baseline)
+    results = read_results(folder)
+    for path, why in results.damaged.items():
+        print(f"damaged: {why}; moved to {path}")
+    found = compare_to_baseline(results, baseline)
     for change in found.changes:
         print(change)
     for name in found.missing:

@@ -252,7 +252,7 @@ def write_suite(suite: Suite, folder: Path) -> None:
         before = json.loads(path.read_text(encoding="utf-8"))
         earlier = {key: {item["name"]: item["keys"] for item in before[key]} for key in ("tasks", "methods")}
         content["seeds"] = sorted({*content["seeds"], *before["seeds"]})
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
         before, earlier = None, {"tasks": {}, "methods": {}}  # none yet, or damaged: this one takes its place
     for key, named in earlier.items():
         kept = {name: keys for name, keys in named.items() if name not in content[key]}

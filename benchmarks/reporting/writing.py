@@ -36,7 +36,7 @@ def write_report(
     versus = None if other is None else compare_runs(results, other)
     said = [*overview(table), *map(str, conclusions(table))]
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-    for path, why in results.damaged.items():
+    for path, why in {**results.damaged, **(other.damaged if other else {})}.items():
         console.print(f"damaged: {why}; moved to {path}", soft_wrap=True, markup=False)
     console.print(console_table(table))
     for line in said:

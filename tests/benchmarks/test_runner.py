@@ -274,6 +274,9 @@ def test_command(place: Any, forked: Path, command: Callable[..., Any]):
     code, out, _ = command("--only", "first--full--seed1", "--check", str(place.folder / "better.json"))
     assert code == 1
     assert "full on first: worse" in out
+    (place.folder / "results" / "tiny" / "second--full--seed9.json").write_text("half")  # of no cell of this call
+    out = command("--only", "first--full--seed1", "--check", str(place.folder / "same.json"))[1]
+    assert "damaged: second--full--seed9.json is not JSON" in out
     assert command("--learning_rat", "1")[0] == 2
 
 

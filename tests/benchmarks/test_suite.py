@@ -121,6 +121,14 @@ def test_suite_file_of_the_results(place: Any):
     assert content["reference"] == {"source": "a paper"}
 
 
+@pytest.mark.parametrize("text", ["{", "[]", '{"tasks": 5}', "[" * 10**5])
+def test_damaged_suite_file_is_replaced(text: str, place: Any):
+    """What cannot be read of an earlier call is not kept, and stops nobody."""
+    (place.folder / "suite.json").write_text(text, encoding="utf-8")
+    write_suite(read_suite(str(place.suite())), place.folder)
+    assert json.loads((place.folder / "suite.json").read_text(encoding="utf-8"))["name"] == "tiny"
+
+
 def test_quoted_tables_are_whole():
     """Every quoted row has a cell a column; a method that is run has a row, so that the two stand side by side."""
     quoting = [suite for name in shipped_suites() if (suite := read_suite(name)).reference]

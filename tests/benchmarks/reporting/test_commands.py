@@ -68,6 +68,16 @@ def test_damaged_files_are_named(cli: Cli, copy: Path, tmp_path: Path):
     assert (tmp_path / "with" / same).read_bytes() == (tmp_path / "without" / same).read_bytes()
 
 
+def test_damaged_files_of_earlier_results_are_named(cli: Cli, copy: Path, tmp_path: Path):
+    """What is missing from a comparison because its file was damaged is told too, wherever it lay."""
+    earlier = tmp_path / "earlier"
+    shutil.copytree(copy, earlier)
+    (earlier / "rte--mmr--seed0.json").write_text("half")
+    code, out, _ = cli("report", copy, "--against", earlier)
+    assert code == 0
+    assert f"moved to {earlier}/damaged/rte--mmr--seed0.json" in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
