@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..core.inflection import lower_is_better
 from .suite import Cell
 
-_LOWER_IS_BETTER = ("loss", "mse", "perplexity")
 _MAJORITY = "majority"
 
 
@@ -34,7 +34,7 @@ def _trained(cell: Cell, place: Path) -> dict[str, Any]:
         found = train(build_options(trial))
         searched[rate] = found["metrics"][_main(found)]
     if searched:
-        better = max if _higher_is_better(found["main_metrics"]) else min
+        better = min if lower_is_better(found["main_metrics"][0]) else max
         keys["learning_rate"] = better(searched, key=lambda rate: searched[rate])
     options = build_options({**keys, "output_dir": str(place / "run")})
     result = train(options)
@@ -80,7 +80,7 @@ def _content(cell: Cell, result: Mapping[str, Any], args: Any, steps: int) -> di
         "status": "done",
         "error": None,
         "main_metric": _main(result),
-        "higher_is_better": _higher_is_better(result["main_metrics"]),
+        "higher_is_better": not lower_is_better(result["main_metrics"][0]),
         "train_info": {**{key: result[key] for key in info}, "steps": steps},
         "run_info": {
             "command": cell.command,
@@ -95,10 +95,6 @@ def _content(cell: Cell, result: Mapping[str, Any], args: Any, steps: int) -> di
 
 def _main(result: Mapping[str, Any]) -> str:
     return str(result["main_metrics"][-1])
-
-
-def _higher_is_better(main_metrics: Sequence[str]) -> bool:
-    return not main_metrics[0].endswith(_LOWER_IS_BETTER)
 
 
 def _of_split(result: Mapping[str, Any], *, on_test: bool) -> dict[str, float]:
