@@ -268,7 +268,8 @@ def _plain_model(point: Point, task: Task | None, settings: Settings) -> Any:
         raise RecipeError(f"{there}cannot load model {point.reference!r}: {first}") from None
     if not config.architectures:
         raise RecipeError(f"{point.label} does not say its model class", remedy="name data, which tell the task")
-    return load_class(config.architectures[0], point.reference, revision=point.revision or "main")
+    revision = point.revision or "main"
+    return load_class(config.architectures[0], point.reference, revision=revision, dtype=settings.dtype)
 
 
 def _processor_source(folder: Path, manifest: Mapping[str, Any]) -> str:

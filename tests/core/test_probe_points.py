@@ -121,6 +121,22 @@ def test_plain_models_need_data_and_bring_their_class(tiny: Any, cli: Cli):
     assert json.loads(out.splitlines()[0])["value"] == 0.0  # nothing was trained
 
 
+def test_plain_models_without_data_are_loaded_as_asked(tiny: Any, monkeypatch: pytest.MonkeyPatch, cli: Cli):
+    """In the precision that is named, which has to be one."""
+    loaded: list[torch.dtype] = []
+
+    def measure(_: Probe, subject: Subject) -> Iterable[Measurement]:
+        loaded.append(next(subject.model.parameters()).dtype)
+        return [Measurement(name="loss", value=0.0)]
+
+    monkeypatch.setattr(Shaken, "measure", measure)
+    call = ("probe", "shaken", "--model", tiny.base, "--dtype")
+    assert [cli(*call, "bfloat16").code, cli(*call, "float32").code] == [0, 0]
+    assert loaded == [torch.bfloat16, torch.float32]
+    code, _, err = cli(*call, "bfloat6")
+    assert (code, len(err.splitlines())) == (2, 1) and "did you mean 'bfloat16'?" in err
+
+
 def test_draws_are_the_same_at_every_point(checkpoints: str):
     """So that differences between points are of the weights, not of the noise."""
     done = list(measure_points(find_points(runs=[checkpoints]), Settings(probe="shaken", seed=3)))
