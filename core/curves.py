@@ -113,13 +113,13 @@ def overall(one: Measured) -> dict[str, float]:
 
 
 def sentences(measured: Sequence[Measured]) -> list[str]:
-    """Return the inflection point for each gamma in words; nothing for other probes, for fewer than two models, or no axis."""
+    """Return the inflection point for each gamma in words; nothing for other probes, fewer than two places, or no axis."""
     done = [one for one in measured if not one.error]
     curve = perturbed(done)
-    if curve is None or len(done) < 2:
+    if curve is None:
         return []
     at, unit = places([one.point for one in done])
-    if unit == "models":
+    if unit == "models" or len(set(at)) < 2:
         return []
     said = []
     for gamma, found in inflections(curve, at).items():
