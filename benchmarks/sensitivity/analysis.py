@@ -57,7 +57,7 @@ class Analysis:
     """Everything that is drawn and said.
 
     Attributes:
-        unit: of the checkpoints' places.
+        unit: of the checkpoints' places; ``models`` for those in no order.
         labels: the checkpoints.
         base: in-domain and out-of-domain perplexity without fine-tuning, one value a checkpoint.
         fixed: by learning rate, over the checkpoints.
@@ -71,6 +71,11 @@ class Analysis:
     fixed: Mapping[float, Curve]
     tuned: Curve
     optimal: Sequence[float]
+
+    @property
+    def turns(self) -> bool:
+        """Whether there can be an inflection point: checkpoints at several places on an axis."""
+        return self.unit != "models" and len(self.tuned.at) > 1
 
     def sensitivity(self, rate: float) -> np.ndarray[Any, Any]:
         """Return how much fine-tuning at ``rate`` raises out-of-domain perplexity, shape (checkpoints, seeds)."""
@@ -108,14 +113,15 @@ class Analysis:
         )
 
     def sentences(self) -> list[str]:
-        """Return what is to be said, one finding a line."""
+        """Return what is to be said, one finding a line; of models in no order, neither where they turn nor a scenario."""
         curves = {f"at learning rate {rate:g}": curve for rate, curve in self.fixed.items()}
         said = [
             f"{metric} {which}: {self._turn(curve, metric)}"
             for which, curve in {**curves, "with the best learning rate": self.tuned}.items()
             for metric in (IN_DOMAIN, OUT_OF_DOMAIN)
         ]
-        return [*said, self.distance_law(), self.scenario()]
+        scenario = [] if self.unit == "models" else [self.scenario()]
+        return [*(said if self.turns else ()), self.distance_law(), *scenario]
 
     def _turn(self, curve: Curve, metric: str) -> str:
         found = curve.inflection(metric)
@@ -127,7 +133,7 @@ class Analysis:
         return [
             {
                 "model": label,
-                self.unit: short(self.tuned.at[number]),
+                **({} if self.unit == "models" else {self.unit: short(self.tuned.at[number])}),
                 "in-domain before": self.base[IN_DOMAIN][number],
                 "out-of-domain before": self.base[OUT_OF_DOMAIN][number],
                 "optimal learning rate": self.optimal[number],
