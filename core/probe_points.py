@@ -195,8 +195,10 @@ def _subject(point: Point, chosen: Chosen, data: TaskData | None, settings: Sett
 def evaluate_point(point: Point, data: TaskData, settings: Settings, split: str = "validation") -> dict[str, float]:
     """Evaluate a model on one split of ``data``; return its metrics by plain name, for language models ``perplexity`` too.
 
+    With ``settings.probe``, what that probe measures of the split takes their place: its overall values.
+
     Raises:
-        TuneryError: the model cannot be loaded, or the data do not fit it.
+        TuneryError: the model cannot be loaded, or the data or the probe do not fit it.
     """
     set_seed(settings.seed)
     if point.folder is not None and point.is_run():
@@ -206,6 +208,8 @@ def evaluate_point(point: Point, data: TaskData, settings: Settings, split: str 
     else:
         model, source = _plain_model(point, data.task, settings), point.reference
     with _trainer(model, data.task, data, source, point, settings, split) as trainer:
+        if settings.probe:
+            return {m.name: m.value for m in measure(trainer.recipe.probes[0], trainer.subject()) if not m.where}
         trainer.remove_callback(PrinterCallback)
         metrics = trainer.evaluate()
     found = add_perplexity(metrics) if data.task.kind.is_language_modelling else metrics

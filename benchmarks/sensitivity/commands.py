@@ -82,7 +82,7 @@ def study(plan: Plan, folder: Path) -> tuple[Analysis | None, Mapping[str, str]]
             else:
                 failed[cell.name] = found
                 print(f"tunery: {cell.name}: {found}", file=sys.stderr)
-    analysis = analyse(scores, points)
+    analysis = analyse(scores, points, plan.scored)
     said = analysis.sentences() if analysis else []
     drawn = draw_all(analysis, folder, plan.name) if analysis else []
     if analysis:

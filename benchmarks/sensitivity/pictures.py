@@ -49,7 +49,7 @@ def _fixed(figure: Any, analysis: Analysis) -> None:
         for number, (rate, curve) in enumerate(analysis.fixed.items()):
             _line(ax, analysis, curve.values(metric), f"{rate:g}", f"C{number}")
         ax.plot(analysis.tuned.at, analysis.base[metric], marks, markersize=16, label="not fine-tuned")
-        _place(ax, analysis, metric)
+        _place(ax, analysis, analysis.title(metric))
     axes[0].legend(title="learning rate", frameon=False, fontsize="small")
 
 
@@ -70,7 +70,7 @@ def _tuned(figure: Any, analysis: Analysis) -> None:
         found = analysis.tuned.inflection(metric).at if analysis.turns else None
         if found is not None:
             ax.axvline(found, color="C3", linestyle=":")
-        _place(ax, analysis, metric, scale="linear")
+        _place(ax, analysis, analysis.title(metric), scale="linear")
     axes[2].plot(analysis.tuned.at, analysis.optimal, marks_of(_names(analysis)))
     _place(axes[2], analysis, "optimal learning rate")
 

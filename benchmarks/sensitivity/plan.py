@@ -18,6 +18,7 @@ from ...registry.selection import read_yaml
 SHIPPED = Path(__file__).parent / "recipes"
 Keys = dict[str, Any]
 BASE = 0.0  # the learning rate of the cell that only scores the checkpoint as it is
+PERPLEXITY = "perplexity"
 _SET_BY_CELLS = {  # and the key of the plan that says what to
     "model_name_or_path": "models",
     "model_revision": "revisions",
@@ -45,6 +46,10 @@ class Plan(BaseModel):
         in_domain: data keys of the fine-tuning task. Learning rates are tuned on its validation split; its test split is
             reported where there is one.
         out_of_domain: data keys of held-out text like that of pre-training; its validation split is scored.
+        metric: what is scored in domain: ``perplexity`` of the text, or for a classification ``class_perplexity``, the probe of that
+            name, with or without its options: perplexity over the classes by their length-normalised likelihood
+            (appendix C.1). Its data are ``task_kind: causal_lm`` with ``text_columns: [prompt, completion]``; the classes are
+            the completions that a split has.
         training: every other key of a run, those apart that each cell sets itself.
     """
 
@@ -60,7 +65,18 @@ class Plan(BaseModel):
     seeds: Annotated[list[Annotated[int, Ge(0)]], Len(1)] = [0, 1, 2]
     in_domain: Keys
     out_of_domain: Keys
+    metric: Annotated[str, Field(pattern=rf"^({PERPLEXITY}|class_perplexity(:.+)?)$")] = PERPLEXITY
     training: Keys = {}
+
+    @property
+    def probe(self) -> str:
+        """The probe that scores in domain, as it is selected; none for the perplexity of the text."""
+        return "" if self.metric == PERPLEXITY else self.metric
+
+    @property
+    def scored(self) -> str:
+        """The name of what is scored in domain."""
+        return self.metric.partition(":")[0]
 
     def points(self) -> list[Point]:
         """Return the checkpoints, in ascending order of tokens or steps.

@@ -67,6 +67,7 @@ def test_other_seeds_do_not_score_the_checkpoint_anew():
         ({"in_domain": {"dataset_nme": "x"}}, "did you mean 'dataset_name'"),
         ({"training": {"num_train_epoch": 1}}, "did you mean 'num_train_epochs'"),
         ({"name": "../x"}, "name"),
+        ({"metric": "accuracy"}, "metric"),
         ({"training": {"train_file": "x"}}, "train_file.*give it under in_domain or out_of_domain"),
         ({"training": {"split_seed": 1}}, "split_seed"),
         ({"training": {"learning_rate": 1e-3}}, "learning_rate.*give learning_rates"),
