@@ -252,9 +252,13 @@ class PluginTrainerMixin(ProbedTrainer):
             self.check_belongs(last)
         if earlier:
             self._train_earlier_stages(earlier)
+        if self.model_init is not None and self._stored_names():
+            raise CompatibilityError(
+                "a stand-in that is aligned before it trains does not go with model_init", remedy="pass model"
+            )
         if last is not None:
             load_stored(self._equipped, last)
-        elif self._to_align:
+        elif self._to_align and self._stored_names():
             self.alignment = align(self)
         self._to_align = False
         self._clear_staging(self._run_dir)  # what a killed run was writing
