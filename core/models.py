@@ -54,8 +54,7 @@ def load_model(reference: str, task: Task, revision: str | None = None, dtype: s
     """
     if task.kind not in _AUTO:
         raise RecipeError(f"no head for task kind {task.kind.value!r}", known=[kind.value for kind in _AUTO])
-    if dtype not in _DTYPES:
-        raise RecipeError(f"dtype={dtype!r}", known=_DTYPES, remedy=did_you_mean(dtype, _DTYPES))
+    _check_dtype(dtype)
     kwargs: dict[str, Any] = {"revision": revision or "main", "dtype": dtype}
     if not task.kind.is_language_modelling:
         kwargs |= label_config(task)
@@ -90,12 +89,18 @@ def label_config(task: Task) -> dict[str, Any]:
 
 
 def load_class(class_name: str, reference: str, **kwargs: Any) -> Any:
-    """Load a model of one transformers class by name.
+    """Load a model of one transformers class by name; ``kwargs`` are those of ``from_pretrained``.
 
     Raises:
-        RecipeError: transformers has no such class, or the model cannot be loaded.
+        RecipeError: transformers has no such class, there is no such ``dtype``, or the model cannot be loaded.
     """
+    _check_dtype(kwargs.get("dtype", "auto"))
     return _from_pretrained(model_class(class_name), reference, **kwargs)
+
+
+def _check_dtype(dtype: str) -> None:
+    if dtype not in _DTYPES:
+        raise RecipeError(f"dtype={dtype!r}", known=_DTYPES, remedy=did_you_mean(dtype, _DTYPES))
 
 
 def model_class(class_name: str) -> Any:

@@ -195,8 +195,10 @@ def _subject(point: Point, chosen: Chosen, data: TaskData | None, settings: Sett
 def evaluate_point(point: Point, data: TaskData, settings: Settings, split: str = "validation") -> dict[str, float]:
     """Evaluate a model on one split of ``data``; return its metrics by plain name, for language models ``perplexity`` too.
 
+    With ``settings.probe``, what that probe measures of the split takes their place: its overall values.
+
     Raises:
-        TuneryError: the model cannot be loaded, or the data do not fit it.
+        TuneryError: the model cannot be loaded, or the data or the probe do not fit it.
     """
     set_seed(settings.seed)
     if point.folder is not None and point.is_run():
@@ -206,6 +208,8 @@ def evaluate_point(point: Point, data: TaskData, settings: Settings, split: str 
     else:
         model, source = _plain_model(point, data.task, settings), point.reference
     with _trainer(model, data.task, data, source, point, settings, split) as trainer:
+        if settings.probe:
+            return {m.name: m.value for m in measure(trainer.recipe.probes[0], trainer.subject()) if not m.where}
         trainer.remove_callback(PrinterCallback)
         metrics = trainer.evaluate()
     found = add_perplexity(metrics) if data.task.kind.is_language_modelling else metrics
@@ -268,7 +272,8 @@ def _plain_model(point: Point, task: Task | None, settings: Settings) -> Any:
         raise RecipeError(f"{there}cannot load model {point.reference!r}: {first}") from None
     if not config.architectures:
         raise RecipeError(f"{point.label} does not say its model class", remedy="name data, which tell the task")
-    return load_class(config.architectures[0], point.reference, revision=point.revision or "main")
+    revision = point.revision or "main"
+    return load_class(config.architectures[0], point.reference, revision=revision, dtype=settings.dtype)
 
 
 def _processor_source(folder: Path, manifest: Mapping[str, Any]) -> str:
