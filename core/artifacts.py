@@ -127,6 +127,7 @@ def describe_base(model: nn.Module, run: RunContext, reference: str | None) -> d
     config = getattr(model, "config", None)
     return {
         "name_or_path": reference or getattr(config, "_name_or_path", "") or "",
+        "revision": run.revision,
         "class": type(model).__name__,
         "fingerprint": fingerprint(model, run),
     }

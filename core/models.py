@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
 
@@ -74,6 +75,14 @@ def empty_model(reference: str, task: Task, revision: str | None = None, dtype: 
     precision = {} if dtype == "auto" else {"dtype": getattr(torch, dtype)}
     head: Any = _AUTO[task.kind]
     return head.from_config(config, **precision)
+
+
+def commit_of(reference: str, revision: str | None = None) -> str | None:
+    """Return the commit that a hub model's files were just loaded from; ``None`` for a folder or a package's."""
+    if Path(resolve(reference)).exists():
+        return None
+    found = try_to_load_from_cache(reference, "config.json", revision=revision or "main")
+    return Path(found).parent.name if isinstance(found, str) else revision
 
 
 def label_config(task: Task) -> dict[str, Any]:
