@@ -91,7 +91,7 @@ class Study:
                         "learning_rate": cell.learning_rate,
                         "seed": cell.seed,
                         "rows": self._digests,
-                        "training": self.plan.training if cell.learning_rate != BASE else {},
+                        "training": self.plan.training if cell.learning_rate != BASE else _loading(self.plan),
                         **({"metric": self.plan.metric} if self.plan.probe else {}),
                     }
                 )
@@ -220,14 +220,14 @@ def _fine_tuned(study: Study, cell: Cell, place: Path) -> Scores:
 
 def _in_domain(study: Study, point: Point, cell: Cell) -> list[dict[str, float]]:
     """Return what is scored in domain on each split there is, validation first."""
-    settings = Settings(probe=study.plan.probe, batch_size=_batch_size(study), seed=cell.seed)
+    settings = _settings(study, cell, probe=study.plan.probe)
     return [evaluate_point(point, study.in_domain, settings, split) for split in study.splits]
 
 
 def _scores(
     study: Study, point: Point, cell: Cell, found: Sequence[Mapping[str, float]], distance: float = 0.0
 ) -> Scores:
-    settings = Settings(batch_size=_batch_size(study), seed=cell.seed)
+    settings = _settings(study, cell)
     return Scores(
         validation=found[0][study.plan.scored],
         test=found[-1][study.plan.scored],
@@ -237,5 +237,12 @@ def _scores(
     )
 
 
-def _batch_size(study: Study) -> int:
-    return int(study.plan.training.get("per_device_eval_batch_size", 8))
+def _settings(study: Study, cell: Cell, **changes: Any) -> Settings:
+    """Return how models are evaluated: loaded and batched as runs do."""
+    batch_size = int(study.plan.training.get("per_device_eval_batch_size", 8))
+    return Settings(batch_size=batch_size, seed=cell.seed, **_loading(study.plan), **changes)
+
+
+def _loading(plan: Plan) -> dict[str, Any]:
+    """Return the training keys that say how a checkpoint is loaded."""
+    return {key: value for key, value in plan.training.items() if key == "dtype"}

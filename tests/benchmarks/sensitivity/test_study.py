@@ -265,3 +265,19 @@ def test_data_without_a_perplexity(plan: Plan, tmp_path: Path):
         Study(wrong, tmp_path)
     with pytest.raises(DataError, match="out_of_domain names no data"):
         Study(plan.model_copy(update={"out_of_domain": {}}), tmp_path)
+
+
+def test_checkpoints_are_scored_in_the_precision_they_train_in(plan: Plan, done: Path, tmp_path: Path):
+    """As it is, a checkpoint has the loss of its weights in bfloat16; and is not taken for one in float32."""
+    half = plan.model_copy(update={"training": {**plan.training, "dtype": "bfloat16"}})
+    cell = plan.cells(plan.points())[0]
+    ((_, found),) = run_cells(Study(half, tmp_path), [cell], print)
+    model = LlamaForCausalLM.from_pretrained(cell.point.reference, dtype=torch.bfloat16)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(cell.point.reference)
+    texts = [json.loads(line)["text"] for line in Path(plan.out_of_domain["validation_file"]).read_text().splitlines()]
+    ids = torch.tensor([[*tokenizer(text).input_ids, 0] for text in texts])
+    with torch.no_grad():
+        losses = [model(input_ids=part, labels=part).loss.item() for part in ids.split(8)]
+    assert found.out_of_domain == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-4)
+    assert found.out_of_domain != scores_of(plan, done)[cell.name].out_of_domain
+    assert Study(half, done).found(cell)[1] == 'changed: training.dtype: nothing -> "bfloat16"'
