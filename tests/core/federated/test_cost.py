@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -15,9 +17,20 @@ from tunery.core.federated.cost import multiplications, predict
 from tunery.core.federated.resident import Resident
 
 
-def resident(tiny: Any, strategy: str, **config: Any) -> tuple[Resident, Any]:
+def resident(
+    tiny: Any, strategy: str, keys: Mapping[str, Any] = MappingProxyType({}), **config: Any
+) -> tuple[Resident, Any]:
     options = build_federated_options(
-        tiny.given(strategy=strategy, max_steps=None, save_strategy=None, report_to=None, learning_rate=1e-3)
+        tiny.given(
+            **{
+                "strategy": strategy,
+                "max_steps": None,
+                "save_strategy": None,
+                "report_to": None,
+                "learning_rate": 1e-3,
+                **keys,
+            }
+        )
     )
     model = BertForSequenceClassification(BertConfig(vocab_size=50, max_position_embeddings=16, **config))
     return Resident(model, infer_task(model), None, None, options.run), options
@@ -47,6 +60,22 @@ def test_the_papers_settings_contradict_its_claim(tiny: Any):
     full, options = resident(tiny, "full", **shape)
     ratio = cost.multiplications / predict(full, rows, options).multiplications
     assert ratio == pytest.approx(0.5, abs=0.02)  # 6 d^2 instead of 12 d^2, and LoRA's own
+
+
+@pytest.mark.parametrize(
+    ("keys", "rows"),
+    [
+        ({"num_train_epochs": 3}, 3 * 18),
+        ({"max_steps": 10, "num_train_epochs": 3}, 2 * 18),  # batches of 4, 4, 4, 4 and 2 rows
+        ({"max_steps": 6, "gradient_accumulation_steps": 2}, 2 * 18),
+    ],
+)
+def test_rows_of_a_round(tiny: Any, keys: dict[str, Any], rows: int):
+    """A training step is two passes over its rows, and a round as many steps as the Trainer takes."""
+    shape = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 96}
+    full, options = resident(tiny, "full", keys, **shape)
+    cost = predict(full, [[{"input_ids": [1] * 7}] * 18], options)
+    assert cost.multiplications == pytest.approx(2 * rows * multiplications(full.model, full.trainer.run, 7))
 
 
 def test_predicted_is_measured(tiny: Any, run_federation, tmp_path: Path):
