@@ -10,8 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tunery.core.federated.arguments import build_federated_options
 from tunery.core.federated.payload import Payload
-from tunery.core.federated.run import in_process
+from tunery.core.federated.run import assemble, in_process
+from tunery.core.federated.server import Server
 from tunery.registry.errors import RecipeError
 
 KEYS = {"strategy": "half_width:every=2", "server_fraction": 0.25, "num_rounds": 5, "client_fraction": 0.5}
@@ -129,6 +131,25 @@ def test_a_server_without_rows_is_told(half_width, run_federation, tmp_path: Pat
     """The strategy asks for the server's rows, and there are none."""
     with pytest.raises(RecipeError, match="give server_data or server_fraction"):
         run_federation(tmp_path / "run", **{**KEYS, "server_fraction": 0.0})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"server_fraction": 0.0}, "give server_data or server_fraction"),
+        ({"clip_norm": 1.0, "noise_multiplier": 0.1}, "give statistics_clip_norm"),
+    ],
+)
+def test_refused_before_the_stand_in_is_distilled(
+    changes: dict[str, Any], words: str, run_federation, given, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """What alignments during tuning need is looked for before anything is computed."""
+    monkeypatch.setattr(Server, "distill", lambda *_: pytest.fail("distilled"))
+    keys = {"strategy": "proxy_sub_fm:r=2,ratio=0.5,retained=[0],realign_every=2", "server_fraction": 0.2, **changes}
+    with pytest.raises(RecipeError, match=words):
+        run_federation(tmp_path / "run", **keys)
+    if "clip_norm" not in changes:  # never aligned: no rows needed
+        assert assemble(build_federated_options(given(tmp_path, **keys, num_rounds=2))).server_rows is None
 
 
 def test_server_data_from_a_file(half_width, run_federation, tmp_path: Path):

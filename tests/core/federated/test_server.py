@@ -15,7 +15,9 @@ from tunery.core.federated.server import Server
 
 @pytest.fixture(scope="module")
 def server(half_width: Any, given: Callable[..., dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Server:
-    options = build_federated_options(given(tmp_path_factory.mktemp("server"), strategy="half_width"))
+    options = build_federated_options(
+        given(tmp_path_factory.mktemp("server"), strategy="half_width", server_fraction=0.2)
+    )
     made = assemble(options)
     found = Server(made.resident, made.full, made.validation, made.server_rows, "run")
     found.changes.append({})
