@@ -5,16 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    ElectraConfig,
+    ElectraForSequenceClassification,
+    ViTConfig,
+)
 
 from tunery.core.context import infer_task
 from tunery.core.federated.arguments import build_federated_options
-from tunery.core.federated.cost import multiplications, predict
+from tunery.core.federated.cost import Cost, mean_length, multiplications, predict
 from tunery.core.federated.resident import Resident
+from tunery.core.federated.show import show_cost
 
 
 def resident(
@@ -94,3 +101,32 @@ def test_predicted_is_measured(tiny: Any, run_federation, tmp_path: Path):
     assert measured["statistics_bytes"] == statistics / 4
     assert measured["seconds"] > 0
     assert predicted["multiplications"] > 0
+
+
+def test_what_cannot_be_counted_is_none(tiny: Any):
+    """Of an architecture whose layers are not known nothing is predicted; an image is as many tokens as patches and one."""
+    full, _ = resident(tiny, "full", hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    size = {"embedding_size": 16, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    electra = ElectraForSequenceClassification(ElectraConfig(vocab_size=50, intermediate_size=32, **size))
+    assert multiplications(electra, full.trainer.run, 7) == 0.0
+    sees = SimpleNamespace(config=ViTConfig(image_size=224, patch_size=16))
+    assert mean_length([[{"pixel_values": None}]], sees) == 14 * 14 + 1
+
+
+def test_the_table_of_a_dry_run(capsys: pytest.CaptureFixture[str]):
+    """Sizes in units, and one line where aligning takes more than the adapter."""
+    show_cost(
+        Cost(multiplications=1.5e9, adapter_bytes=2000, stand_in_bytes=3_000_000, alignment_bytes=2400.0, every=10)
+    )
+    told = capsys.readouterr().out
+    for words in (
+        "1.5e+09",
+        "2 kB",
+        "3 MB",
+        "alignment every 10 rounds, per round",
+        "2.4 kB",
+        "1.20 x the adapter's bytes",
+    ):
+        assert words in told
+    show_cost(Cost(multiplications=1.0, adapter_bytes=2000, stand_in_bytes=0, alignment_bytes=0.0, every=0))
+    assert "alignment" not in capsys.readouterr().out
