@@ -131,7 +131,7 @@ class Checkpoints:
             server.run_id = state["run_id"]
             if server.resident.proxy is not None:
                 self._load_stand_in(server, last, state["versions"])
-        except (OSError, SafetensorError, KeyError, RuntimeError) as error:
+        except (OSError, SafetensorError, LookupError, RuntimeError, ValueError) as error:
             raise ArtifactError(f"cannot read {last}: {type(error).__name__}", remedy="it is damaged") from None
         self._keep_only(last)
         return Progress(state["done"], dict(state["resting"]), dict(state["distilled"]))
