@@ -44,8 +44,8 @@ class Batches:
 def align(trainer: PluginTrainerMixin) -> Mapping[str, float]:
     """Have the strategy of a run align its stand-in; return what it measured.
 
-    Regularizers are off the model meanwhile and start from what was learnt. The run's own randomness goes on as if nothing
-    had been.
+    Regularizers are off the model meanwhile and start from what was learnt. The run's own randomness starts from the seed
+    again, as after an earlier stage.
     """
     strategy, model = trainer.recipe.strategy, trainer._equipped
     assert isinstance(strategy, ProxyStrategy)

@@ -18,6 +18,7 @@ import shutil
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,8 @@ def fingerprint(model: nn.Module, run: RunContext) -> str:
     return digest.hexdigest()
 
 
-def versions() -> dict[str, str]:
+@cache
+def versions() -> Mapping[str, str]:
     """Return the installed versions that a result depends on."""
     found = {"python": platform.python_version()}
     for name in _RECORDED:
@@ -97,16 +99,21 @@ def versions() -> dict[str, str]:
     return found
 
 
-def git_state() -> dict[str, Any] | None:
-    """Return commit and cleanliness of the working directory's repository, ``None`` outside one."""
+@cache
+def git_state(folder: str) -> Mapping[str, Any] | None:
+    """Return commit and cleanliness of a folder's repository when it was first asked for, ``None`` outside one.
+
+    A process runs the code that it began with, whatever is committed later.
+    """
+
+    def git(*words: str) -> str:
+        answer = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, timeout=10, check=True)
+        return answer.stdout.strip()
+
     try:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True)
-        status = subprocess.run(
-            ["git", "status", "--porcelain"], capture_output=True, text=True, timeout=10, check=True
-        )
+        return {"commit": git("rev-parse", "HEAD"), "clean": not git("status", "--porcelain")}
     except (OSError, subprocess.SubprocessError):
         return None
-    return {"commit": commit.stdout.strip(), "clean": not status.stdout.strip()}
 
 
 def describe_base(model: nn.Module, run: RunContext, reference: str | None) -> dict[str, Any]:
@@ -120,6 +127,7 @@ def describe_base(model: nn.Module, run: RunContext, reference: str | None) -> d
     config = getattr(model, "config", None)
     return {
         "name_or_path": reference or getattr(config, "_name_or_path", "") or "",
+        "revision": run.revision,
         "class": type(model).__name__,
         "fingerprint": fingerprint(model, run),
     }
@@ -134,7 +142,7 @@ def manifest(run: RunContext, base: Mapping[str, Any], plugins: Iterable[Mapping
         "tasks": describe_tasks(run.tasks),
         "seed": run.seed,
         "versions": versions(),
-        "git": git_state(),
+        "git": git_state(str(Path.cwd())),
         **({} if run.stage is None else {"stage": dataclasses.asdict(run.stage)}),
     }
 

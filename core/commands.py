@@ -158,7 +158,7 @@ def tasks_keep(
 
 def probe(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help="The probe, for example weight_distance or name:key=value.")],
+    name: Annotated[str, typer.Argument(help="The probe, for example weight_distance or name:key=value.")] = "",
     model: Annotated[
         list[str] | None,
         typer.Option("--model", help="A run, checkpoint or model folder, or a hub name; several may be given."),

@@ -45,8 +45,8 @@ def infer_task(model: nn.Module) -> Task:
     return Task(name="task", kind=kind, label_names=labels)
 
 
-def make_context(model: nn.Module, args: Any, tasks: Sequence[Task]) -> RunContext:
-    """Return what plugins may know about a run of ``model`` on ``tasks`` with the training arguments ``args``."""
+def make_context(model: nn.Module, args: Any, tasks: Sequence[Task], revision: str | None = None) -> RunContext:
+    """Return what plugins may know about a run of ``model``, of that revision, on ``tasks`` with training arguments ``args``."""
     try:
         fresh = new_parameters(model, tasks[0])
     except AnatomyError:
@@ -58,6 +58,7 @@ def make_context(model: nn.Module, args: Any, tasks: Sequence[Task]) -> RunConte
         pretrained_parameters=frozenset(name for name, _ in model.named_parameters()) - fresh,
         logger=logging.getLogger("tunery"),
         activation_checkpointing=checkpoints_activations(args),
+        revision=revision,
         find_anatomy=anatomy_finder(),
     )
 

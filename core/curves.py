@@ -113,13 +113,13 @@ def overall(one: Measured) -> dict[str, float]:
 
 
 def sentences(measured: Sequence[Measured]) -> list[str]:
-    """Return the inflection point for each gamma in words; nothing for other probes, for fewer than two models, or no axis."""
+    """Return the inflection point for each gamma in words; nothing for other probes, fewer than two places, or no axis."""
     done = [one for one in measured if not one.error]
     curve = perturbed(done)
-    if curve is None or len(done) < 2:
+    if curve is None:
         return []
     at, unit = places([one.point for one in done])
-    if unit == "models":
+    if unit == "models" or len(set(at)) < 2:
         return []
     said = []
     for gamma, found in inflections(curve, at).items():
@@ -156,7 +156,7 @@ def draw(measured: Sequence[Measured], path: Path, title: str) -> bool:
     if not done:
         return False
     at, unit = places([one.point for one in done])
-    labels = [one.point.label.rstrip("/").rpartition("/")[-1] for one in done] if unit == "models" else ()
+    labels = names_for([one.point.label for one in done], unit)
     curve = perturbed(done)
     names = list(dict.fromkeys(name for one in done for name in overall(one)))
     if curve is None and not names:
@@ -169,9 +169,9 @@ def draw(measured: Sequence[Measured], path: Path, title: str) -> bool:
     else:
         for number, name in enumerate(names):
             axes = figure.add_subplot(len(names), 1, number + 1)
-            axes.plot(at, [overall(one).get(name, float("nan")) for one in done], _marks(labels))
+            axes.plot(at, [overall(one).get(name, float("nan")) for one in done], marks_of(labels))
             axes.set(ylabel=name.replace("_", " "))
-            _place(axes, unit, at, labels)
+            mark_places(axes, unit, at, labels)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     figure.savefig(temporary, dpi=150, format="png")
     temporary.replace(path)
@@ -182,7 +182,7 @@ def _draw_perturbed(figure: Any, curve: Perturbed, at: Sequence[float], unit: st
     """Draw the paper's figure 3: sensitivity on the left, the metric itself on the right, inflection points marked."""
     left, right = figure.subplots(1, 2)
     turned = inflections(curve, at) if len(set(at)) > 1 and not labels else {}
-    marks = _marks(labels)
+    marks = marks_of(labels)
     for number, (gamma, values) in enumerate(curve.draws.items()):
         colour = f"C{number}"
         mean, spread = values.mean(axis=1), values.std(axis=1)
@@ -196,28 +196,29 @@ def _draw_perturbed(figure: Any, curve: Perturbed, at: Sequence[float], unit: st
     left.set(ylabel=f"change of {name}")
     right.set(ylabel=name)
     for axes in (left, right):
-        _place(axes, unit, at, labels)
+        mark_places(axes, unit, at, labels)
         axes.legend(frameon=False, fontsize="small")
 
 
-def _marks(labels: Sequence[str]) -> str:
+def names_for(labels: Sequence[str], unit: str) -> Sequence[str]:
+    """Return what models in no order are called in a picture, in which they stand side by side; nothing on an axis."""
+    return [label.rstrip("/").rpartition("/")[-1] for label in labels] if unit == "models" else ()
+
+
+def marks_of(names: Sequence[str]) -> str:
     """Return how points are drawn: joined by a line, unless they are models in no order."""
-    return "o" if labels else "o-"
+    return "o" if names else "o-"
 
 
-def _place(axes: Any, unit: str, at: Sequence[float], labels: Sequence[str]) -> None:
+def mark_places(axes: Any, unit: str, at: Sequence[float], names: Sequence[str] = ()) -> None:
+    """Label the axis by name, or at the points where these are few, and scale it by factors where they are far apart."""
     axes.grid(alpha=0.3)
-    if labels:
-        axes.set_xticks(at, labels, rotation=20, ha="right")
+    if names:
+        axes.set_xticks(at, names, rotation=20, ha="right")
         axes.set_xlim(min(at) - 0.5, max(at) + 0.5)
         return
     axes.set(xlabel=unit)
-    mark_places(axes, unit, at)
-
-
-def mark_places(axes: Any, unit: str, at: Sequence[float]) -> None:
-    """Scale the axis by factors where points are far apart, and label it at the points where these are few."""
-    if unit != "models" and min(at) > 0 and max(at) > 4 * min(at):
+    if min(at) > 0 and max(at) > 4 * min(at):
         axes.set_xscale("log")
     if len(set(at)) <= 10:
         axes.set_xticks(sorted(set(at)), [short(place) for place in sorted(set(at))])

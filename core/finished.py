@@ -31,7 +31,7 @@ from .context import make_context
 from .models import label_config, load_class, model_class
 from .probing import Snapshot
 from .recipe import Recipe, choose
-from .weights import load_weights
+from .weights import load_weights, name_revision
 from .wise_ft import check_share, interpolate
 
 
@@ -73,7 +73,7 @@ def load_run(folder: str | Path, *, with_reference: bool = False) -> LoadedRun:
     set_seed(manifest["seed"])
     whole = (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file()
     model = _empty_model(folder, base["class"]) if whole and not with_reference else _base_model(folder, manifest)
-    run = make_context(model, _Bare(seed=manifest["seed"]), tasks)
+    run = make_context(model, _Bare(seed=manifest["seed"]), tasks, base.get("revision"))
     if recipe.strategy is not None:
         model = recipe.strategy.prepare(model, run)
     reference = Snapshot(model, run.sharding) if with_reference else None
@@ -107,7 +107,8 @@ def _base_model(folder: Path, manifest: Mapping[str, Any]) -> Any:
             "the run does not name its base model", remedy="train from a hub name, folder or package: reference"
         )
     kwargs: dict[str, Any] = {} if task.kind.is_language_modelling or not task.num_labels else label_config(task)
-    model = load_class(base["class"], base["name_or_path"], **kwargs)
+    revision = base.get("revision") or "main"
+    model = load_class(base["class"], base["name_or_path"], revision=revision, **kwargs)
     if fingerprint_of(model, make_context(model, _Bare(seed=manifest["seed"]), [task])) != base["fingerprint"]:
         raise ArtifactError(
             f"{base['name_or_path']} is not the base model that {folder} was trained on",
@@ -176,6 +177,7 @@ def keep_tasks(folder: str | Path, output_dir: str | Path, names: Mapping[str, s
 def _write(model: Any, folder: Path, target: Path, content: Mapping[str, Any]) -> Path:
     """Write a model and the run's processor into a new folder, sealed."""
     with folder_in_place(target) as temporary:
+        name_revision(model, content["base_model"].get("revision"))
         model.save_pretrained(temporary)
         _copy_processor(folder, temporary)
         seal(temporary, {key: value for key, value in content.items() if key != "files"})

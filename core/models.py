@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
 
@@ -54,8 +55,7 @@ def load_model(reference: str, task: Task, revision: str | None = None, dtype: s
     """
     if task.kind not in _AUTO:
         raise RecipeError(f"no head for task kind {task.kind.value!r}", known=[kind.value for kind in _AUTO])
-    if dtype not in _DTYPES:
-        raise RecipeError(f"dtype={dtype!r}", known=_DTYPES, remedy=did_you_mean(dtype, _DTYPES))
+    _check_dtype(dtype)
     kwargs: dict[str, Any] = {"revision": revision or "main", "dtype": dtype}
     if not task.kind.is_language_modelling:
         kwargs |= label_config(task)
@@ -77,6 +77,14 @@ def empty_model(reference: str, task: Task, revision: str | None = None, dtype: 
     return head.from_config(config, **precision)
 
 
+def commit_of(reference: str, revision: str | None = None) -> str | None:
+    """Return the commit that a hub model's files were just loaded from; ``None`` for a folder or a package's."""
+    if Path(resolve(reference)).exists():
+        return None
+    found = try_to_load_from_cache(reference, "config.json", revision=revision or "main")
+    return Path(found).parent.name if isinstance(found, str) else revision
+
+
 def label_config(task: Task) -> dict[str, Any]:
     """Return the config fields that give a classifier its labels."""
     if task.kind is TaskKind.REGRESSION:
@@ -90,12 +98,18 @@ def label_config(task: Task) -> dict[str, Any]:
 
 
 def load_class(class_name: str, reference: str, **kwargs: Any) -> Any:
-    """Load a model of one transformers class by name.
+    """Load a model of one transformers class by name; ``kwargs`` are those of ``from_pretrained``.
 
     Raises:
-        RecipeError: transformers has no such class, or the model cannot be loaded.
+        RecipeError: transformers has no such class, there is no such ``dtype``, or the model cannot be loaded.
     """
+    _check_dtype(kwargs.get("dtype", "auto"))
     return _from_pretrained(model_class(class_name), reference, **kwargs)
+
+
+def _check_dtype(dtype: str) -> None:
+    if dtype not in _DTYPES:
+        raise RecipeError(f"dtype={dtype!r}", known=_DTYPES, remedy=did_you_mean(dtype, _DTYPES))
 
 
 def model_class(class_name: str) -> Any:

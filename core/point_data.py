@@ -46,7 +46,11 @@ class Source:
         self._read: dict[str, Evaluated | None] = {}
 
     def of(self, point: Point | None) -> Evaluated | None:
-        """Return the data of a point; ``None`` where none are named and none recorded."""
+        """Return the data of a point; ``None`` where none are named and none recorded, or those are gone.
+
+        Raises:
+            DataError: keys that were given cannot be followed.
+        """
         keys = {_SEED: self.seed, **self.keys}
         if point is not None and not _names_source(keys):
             keys = {**keys, **_recorded(point), **self.keys}
@@ -62,7 +66,7 @@ class Source:
             others = {name: value for name, value in keys.items() if name != _SEED}
             data = load_task_data(evaluation_arguments(others), seed=keys[_SEED])
         except DataError:
-            if _names_source(self.keys):
+            if self.keys:
                 raise
             return None  # a run's own may be gone; a probe that needs them says so
         return Evaluated(data, digest_of(data, ["validation"]))

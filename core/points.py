@@ -16,7 +16,8 @@ from .models import resolve
 
 _SIZES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 _COUNT = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?)([kmbgt]?)", re.IGNORECASE)
-_TOKENS = re.compile(r"tokens?[-_]?([0-9.]+[kmbt]?)(?![a-z0-9])", re.IGNORECASE)
+_TOKENS = re.compile(r"tokens?[-_]?([0-9]+(?:\.[0-9]+)?[kmbt]?)(?![a-z0-9.])", re.IGNORECASE)
+_WEIGHTS = ("*.safetensors", "*model*.bin")  # training_args.bin is none
 _STEP = re.compile(r"(?:checkpoint-|step[-_]?|ckpt[-_]?)([0-9]+)", re.IGNORECASE)
 
 
@@ -60,7 +61,9 @@ class Point:
 
     def weights(self) -> dict[str, str]:
         """Return the hash of every weight file of a local folder; empty for the hub, where the revision tells."""
-        return {} if self.folder is None else {p.name: sha256(p) for p in sorted(self.folder.glob("*.safetensors"))}
+        folder = self.folder
+        files = [path for pattern in _WEIGHTS for path in folder.glob(pattern)] if folder else []
+        return {path.name: sha256(path) for path in sorted(files)}
 
 
 def find_points(

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from ..registry.errors import RecipeError, did_you_mean
+from ..registry.loading import load_plugins
 from .artifacts import write_json
 from .console import show_measurements
 from .curves import RESULTS, draw, sentences, summary, table
@@ -49,7 +50,7 @@ class ProbeArguments:
         default=None,
         metadata={"help": "Tokens of each model: 41B,494B,1.5T. Default: from its name or trainer_state.json."},
     )
-    steps: list[str] | None = field(default=None, metadata={"help": "Steps of each model; default as for tokens."})
+    steps: list[str] | None = field(default=None, metadata={"help": "Steps of each model. Default: from its name."})
     output_dir: str | None = field(
         default=None,
         metadata={"help": "Keep what is measured here, a file a model, with table and picture; what is there stays."},
@@ -71,8 +72,11 @@ def read_flags(name: str, flags: Sequence[str], models: Sequence[str]) -> Asked:
     """Read the flags of ``tunery probe NAME``.
 
     Raises:
-        RecipeError: an unknown flag, with the nearest known one, or a value that cannot be read.
+        RecipeError: no name, an unknown flag, with the nearest known one, or a value that cannot be read.
     """
+    if not name:
+        known = load_plugins().catalog.names("probe")
+        raise RecipeError("no probe is named", known=known, remedy="tunery probe NAME --model MODEL")
     if name.startswith("-"):
         raise RecipeError(f"cannot read {name!r} as a probe", remedy="the probe's name comes first")
     parser = Parser((ProbeArguments, DataArguments), add_help=False, allow_abbrev=False, owner="tunery probe --keys")

@@ -172,8 +172,8 @@ def _measure(point: Point, chosen: Chosen, data: TaskData | None, settings: Sett
 def _subject(point: Point, chosen: Chosen, data: TaskData | None, settings: Settings) -> Iterator[Subject]:
     """Load a point and give it what a probe of a training run is given; a run brings its pre-trained values."""
     if not point.is_run():
-        task = data.task if data else None
-        with _trainer(_plain_model(point, task, settings), task, data, point.reference, point, settings) as trainer:
+        task, source = data.task if data else None, (point.reference, point.revision)
+        with _trainer(_plain_model(point, task, settings), task, data, source, settings) as trainer:
             yield trainer.subject()
         return
     assert point.folder is not None
@@ -187,7 +187,7 @@ def _subject(point: Point, chosen: Chosen, data: TaskData | None, settings: Sett
         return
     _check_fits(data.task, run.tasks, point)
     source = _processor_source(point.folder, loaded.manifest)
-    with _trainer(loaded.model, data.task, data, source, point, settings) as trainer:
+    with _trainer(loaded.model, data.task, data, source, settings) as trainer:
         run = dataclasses.replace(run, tasks=(data.task,))
         yield dataclasses.replace(trainer.subject(), run=run, reference=loaded.reference, whole=whole)
 
@@ -195,8 +195,10 @@ def _subject(point: Point, chosen: Chosen, data: TaskData | None, settings: Sett
 def evaluate_point(point: Point, data: TaskData, settings: Settings, split: str = "validation") -> dict[str, float]:
     """Evaluate a model on one split of ``data``; return its metrics by plain name, for language models ``perplexity`` too.
 
+    With ``settings.probe``, what that probe measures of the split takes their place: its overall values.
+
     Raises:
-        TuneryError: the model cannot be loaded, or the data do not fit it.
+        TuneryError: the model cannot be loaded, or the data or the probe do not fit it.
     """
     set_seed(settings.seed)
     if point.folder is not None and point.is_run():
@@ -204,8 +206,10 @@ def evaluate_point(point: Point, data: TaskData, settings: Settings, split: str 
         _check_fits(data.task, loaded.run.tasks, point)
         model, source = loaded.model, _processor_source(point.folder, loaded.manifest)
     else:
-        model, source = _plain_model(point, data.task, settings), point.reference
-    with _trainer(model, data.task, data, source, point, settings, split) as trainer:
+        model, source = _plain_model(point, data.task, settings), (point.reference, point.revision)
+    with _trainer(model, data.task, data, source, settings, split) as trainer:
+        if settings.probe:
+            return {m.name: m.value for m in measure(trainer.recipe.probes[0], trainer.subject()) if not m.where}
         trainer.remove_callback(PrinterCallback)
         metrics = trainer.evaluate()
     found = add_perplexity(metrics) if data.task.kind.is_language_modelling else metrics
@@ -218,13 +222,12 @@ def _trainer(
     model: Any,
     task: Task | None,
     data: TaskData | None,
-    source: str,
-    point: Point,
+    source: tuple[str, str | None],
     settings: Settings,
     split: str = "validation",
 ) -> Iterator[Trainer]:
-    """Yield a trainer that only evaluates; ``source`` is where the tokenizer or image processor is."""
-    rows = None if data is None else encode(data, load_processor(source, data.task, point.revision))
+    """Yield a trainer that only evaluates; ``source`` is where the tokenizer or image processor is, and its revision."""
+    rows = None if data is None else encode(data, load_processor(source[0], data.task, source[1]))
     with tempfile.TemporaryDirectory() as folder:
         yield Trainer(
             model=model,
@@ -268,10 +271,12 @@ def _plain_model(point: Point, task: Task | None, settings: Settings) -> Any:
         raise RecipeError(f"{there}cannot load model {point.reference!r}: {first}") from None
     if not config.architectures:
         raise RecipeError(f"{point.label} does not say its model class", remedy="name data, which tell the task")
-    return load_class(config.architectures[0], point.reference, revision=point.revision or "main")
+    revision = point.revision or "main"
+    return load_class(config.architectures[0], point.reference, revision=revision, dtype=settings.dtype)
 
 
-def _processor_source(folder: Path, manifest: Mapping[str, Any]) -> str:
-    """Return where a run's tokenizer or image processor is: in its folder, else with its base model."""
+def _processor_source(folder: Path, manifest: Mapping[str, Any]) -> tuple[str, str | None]:
+    """Return where a run's tokenizer or image processor is, in its folder, else with its base model; and the revision."""
     own = any((folder / name).is_file() for name in ("tokenizer_config.json", "preprocessor_config.json"))
-    return str(folder) if own else str(manifest["base_model"]["name_or_path"])
+    base = manifest["base_model"]
+    return (str(folder), None) if own else (base["name_or_path"], base.get("revision"))

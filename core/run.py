@@ -41,7 +41,7 @@ from .data.metrics import (
     mean_of_main,
     token_losses,
 )
-from .models import load_model, load_processor
+from .models import commit_of, load_model, load_processor
 from .options import Options
 from .plots import CURVE, plot_training_curve
 from .probing import MEASUREMENTS
@@ -86,6 +86,7 @@ def train(options: Options) -> dict[str, Any]:
         args=args,
         task=tasks,
         base_model=reference,
+        base_revision=commit_of(reference, revision),
         train_dataset=encoded.train,
         eval_dataset=encoded.validation,
         data_collator=encoded.data_collator,

@@ -36,7 +36,7 @@ from .sampling import asked_sampler
 from .sharding import ModelSharding
 from .staging import check_stages, go_through, place_to_resume, points_to_resume, stage_arguments, stage_keywords
 from .updates import Updates
-from .weights import load_stored
+from .weights import load_stored, name_revision
 
 
 class PluginTrainerMixin(ProbedTrainer):
@@ -48,6 +48,7 @@ class PluginTrainerMixin(ProbedTrainer):
         task: what the model is trained for, or several tasks whose rows say theirs in ``task_ids``; default: told from the
             model's class and config.
         base_model: the name the manifest records for the base model; default: what its config remembers.
+        base_revision: its commit, branch or tag on the hub, where that is not ``main``.
         kwargs: everything else the Trainer takes, by keyword.
 
     Raises:
@@ -61,6 +62,7 @@ class PluginTrainerMixin(ProbedTrainer):
         *,
         task: Task | Sequence[Task] | None = None,
         base_model: str | None = None,
+        base_revision: str | None = None,
         **kwargs: Any,
     ) -> None:
         if isinstance(model, str):
@@ -71,7 +73,7 @@ class PluginTrainerMixin(ProbedTrainer):
         self.recipe = choose(*(getattr(args, field, None) for field in PLUGIN_FIELDS))
         self._given = kwargs
         self._given_task = task
-        self._base_reference = base_model
+        self._base_reference, self._base_revision = base_model, base_revision
         # transformers seeds in its constructor, which is after adapters and heads are drawn.
         set_seed(args.seed)
         if model is not None:
@@ -100,7 +102,7 @@ class PluginTrainerMixin(ProbedTrainer):
             if isinstance(module, transformers.PreTrainedModel):
                 module._weight_conversions = []  # type: ignore[assignment]
         given = self._given_task or infer_task(model)
-        context = make_context(model, args, [given] if isinstance(given, Task) else given)
+        context = make_context(model, args, [given] if isinstance(given, Task) else given, self._base_revision)
         names = tuple(regularizer.name for regularizer in self.recipe.regularizers)
         self.run = dataclasses.replace(context, regularizers=names, stage=self._stage)
         self.recipe.check(model, self.run)
@@ -115,6 +117,7 @@ class PluginTrainerMixin(ProbedTrainer):
                     remedy="hand in the base model or leave strategy out",
                 )
             model = strategy.prepare(model, self.run)
+            name_revision(model, self.run.revision)
         cast(ModelSharding, self.run.sharding).watch(model)
         self.stages = self._checked_stages(model, args)
         self._reference = Snapshot(model, self.run.sharding) if self.recipe.probes else None
@@ -252,9 +255,13 @@ class PluginTrainerMixin(ProbedTrainer):
             self.check_belongs(last)
         if earlier:
             self._train_earlier_stages(earlier)
+        if self.model_init is not None and self._stored_names():
+            raise CompatibilityError(
+                "a stand-in that is aligned before it trains does not go with model_init", remedy="pass model"
+            )
         if last is not None:
             load_stored(self._equipped, last)
-        elif self._to_align:
+        elif self._to_align and self._stored_names():
             self.alignment = align(self)
         self._to_align = False
         self._clear_staging(self._run_dir)  # what a killed run was writing
@@ -302,7 +309,8 @@ class PluginTrainerMixin(ProbedTrainer):
         trainer._stage = stage
         keywords = stage_keywords(self, stage, self._given)
         arguments = stage_arguments(self.args, stage)
-        PluginTrainerMixin.__init__(trainer, module, arguments, base_model=self._base_reference, **keywords)
+        keywords |= {"base_model": self._base_reference, "base_revision": self._base_revision}
+        PluginTrainerMixin.__init__(trainer, module, arguments, **keywords)
         return trainer
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel, set_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
@@ -56,8 +57,6 @@ def load_stored(model: nn.Module, folder: Path) -> None:
 
 
 def _load_adapter(model: nn.Module, path: Path) -> None:
-    from peft import PeftModel, set_peft_model_state_dict
-
     if not isinstance(model, PeftModel):
         raise ArtifactError(f"{path} is an adapter and {type(model).__name__} has none")
     state = _read(path)
@@ -87,3 +86,10 @@ def _load_full(model: nn.Module, folder: Path) -> None:
 def _read(path: Path) -> dict[str, torch.Tensor]:
     with safe_open(path, framework="pt") as file:
         return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # not a mapping
+
+
+def name_revision(model: nn.Module, revision: str | None) -> None:
+    """Have an adapter's config say which revision of the base model it belongs to, as PEFT's own loader asks."""
+    if revision is not None and isinstance(model, PeftModel):
+        for config in model.peft_config.values():
+            config.revision = revision

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from .readings import reading
 
 if TYPE_CHECKING:
     import torch
@@ -41,30 +43,10 @@ class Schedule:
 
 def hidden_states(model: nn.Module, layers: Sequence[str], batch: Mapping[str, Any]) -> list[torch.Tensor]:
     """Run ``model`` on a batch without labels; return what its modules ``layers`` gave, each (B, T, D)."""
-    found: dict[str, torch.Tensor] = {}
-
-    def keep(name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            found[name] = output[0] if isinstance(output, tuple) else output
-
-        return hook
-
-    with ExitStack() as hooks:
-        for name in layers:
-            hooks.callback(model.get_submodule(name).register_forward_hook(keep(name)).remove)
+    found: dict[int, torch.Tensor] = {}
+    with reading(model, layers, found.__setitem__):
         model(**{key: value for key, value in batch.items() if key not in UNSEEN})
-    return [found[name] for name in layers]
-
-
-def real_tokens(batch: Mapping[str, Any], states: torch.Tensor) -> torch.Tensor:
-    """Return which positions of ``states`` (B, T, ...) are no pads: bool, (B, T)."""
-    import torch
-
-    mask = batch.get("attention_mask")
-    if mask is None or tuple(mask.shape) != tuple(states.shape[:2]):
-        return torch.ones(states.shape[:2], dtype=torch.bool, device=states.device)
-    real: torch.Tensor = mask.bool()
-    return real
+    return [found[place] for place in range(len(layers))]
 
 
 def state_distance(state: torch.Tensor, taught: torch.Tensor, real: torch.Tensor, objective: str) -> torch.Tensor:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..registry.context import TaskKind
 from ..registry.errors import CompatibilityError
 from .perturbation import shifted
+from .readings import labels_of
 
 if TYPE_CHECKING:
     import torch
@@ -40,11 +41,7 @@ def counted(batch: Mapping[str, Any], task: Task, probe: str) -> int:
     Raises:
         CompatibilityError: the batch has no labels.
     """
-    labels = batch.get("labels")
-    if labels is None:
-        raise CompatibilityError(
-            f"probe {probe!r} finds no labels among {', '.join(batch)}", remedy="evaluate rows with labels"
-        )
+    labels = labels_of(batch, probe)
     if task.kind is TaskKind.CAUSAL_LM:
         return int((labels[..., 1:] != -100).sum())
     return int((labels != -100).sum()) if task.kind is TaskKind.MASKED_LM else len(labels)

@@ -56,7 +56,6 @@ class GaussianDirection:
 
     def of(self, name: str, parameter: nn.Parameter) -> torch.Tensor:
         """Return the noise of one parameter, which depends on its plain name: not on ranks, adapters or order."""
-
         return standard_normal(parameter, f"{self.seed} {self.draw} {plain_name(name)}").mul_(self.std[name])
 
 

@@ -1,4 +1,4 @@
-"""What probes of activations share: batches, which positions are no pads, hooks that read, sums over ranks.
+"""What plugins share that look into a model: batches, labels, which positions are no pads, hooks that read, sums over ranks.
 
 Shapes: B rows, T positions, D features.
 """
@@ -31,6 +31,20 @@ def batches_of(subject: Subject, probe: str) -> Iterable[Mapping[str, Any]]:
     return subject.batches()
 
 
+def labels_of(batch: Mapping[str, Any], probe: str) -> torch.Tensor:
+    """Return a batch's labels.
+
+    Raises:
+        CompatibilityError: it has none.
+    """
+    labels: torch.Tensor | None = batch.get("labels")
+    if labels is None:
+        raise CompatibilityError(
+            f"probe {probe!r} finds no labels among {', '.join(batch)}", remedy="evaluate rows with labels"
+        )
+    return labels
+
+
 def valid_positions(batch: Mapping[str, Any], hidden_BTD: torch.Tensor) -> torch.Tensor:
     """Return (B, T), true where a position is no pad: everywhere in a batch without an ``attention_mask`` of that shape."""
     import torch
@@ -49,7 +63,7 @@ def reading(
     hooks = []
 
     def output(place: int) -> Callable[..., None]:
-        return lambda module, args, answer: read(place, first(answer))
+        return lambda module, args, answer: read(place, _first(answer))
 
     def entry(place: int) -> Callable[..., None]:
         return lambda module, args, kwargs: read(place, args[0] if args else next(iter(kwargs.values())))
@@ -69,7 +83,7 @@ def reading(
             hook.remove()
 
 
-def first(output: Any) -> torch.Tensor:
+def _first(output: Any) -> torch.Tensor:
     """Return the hidden state among what a layer returns."""
     return output[0] if isinstance(output, tuple) else output  # type: ignore[no-any-return]
 

@@ -183,6 +183,7 @@ class RunContext:
         activation_checkpointing: whether layers are re-run in the backward pass.
         stage: the stage being trained before the last one; ``None`` for the run itself.
         regularizers: names of the run's regularizers, which look at one forward pass a micro-batch.
+        revision: the base model's commit, branch or tag on a hub; ``None`` where it came from files or nobody said.
     """
 
     tasks: tuple[Task, ...]
@@ -193,6 +194,7 @@ class RunContext:
     activation_checkpointing: bool = False
     stage: Stage | None = None
     regularizers: tuple[str, ...] = ()
+    revision: str | None = None
     find_anatomy: Callable[[nn.Module], Anatomy] = field(repr=False)
 
     @property

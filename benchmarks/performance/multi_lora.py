@@ -5,7 +5,8 @@
   rank 8 on query and value, docstrings of up to 128 tokens padded batch by batch. The base model is frozen in both, so
   either needs 4P of the 6P operations of full training (P parameters: 2P forward, 2P for the gradient of activations, and
   none for the base weights'); what there is to gain is the small batches' cost and their padding: the
-  joint batch runs in pieces of rows of similar length.
+  joint batch runs in pieces of rows of similar length. Beside them stands one plain PEFT LoRA that takes as many rows of one
+  task: what a batch of that size costs where no row has a matrix or head of its own.
 * ``memory``: of three such steps, k=8, batch=4, each side in a process of its own; ours holds one base model, the peer k.
 * ``bytes on disk``: A once and eight B against eight PEFT adapter files, heads aside.
 * ``mixed inference``: eight tasks' rows in one batch, against PEFT's ``adapter_names``.
@@ -47,7 +48,7 @@ LENGTH = 128
 RANK = 8
 GOALS = {(2, 4): 1.0, (4, 4): 1.0, (8, 4): 0.5, (2, 16): 1.0, (4, 16): 1.0, (8, 16): 1.0}
 MEMORY_GOAL, BYTES_GOAL, INFERENCE_GOAL = 1.0, 0.58, 1 / 1.5
-OURS, PEER = "joint", "separate"
+OURS, PEER, ONE = "joint", "separate", "one task"
 
 
 def claims(run: Run) -> Iterator[Claim]:
@@ -142,16 +143,17 @@ def step(run: Run, tasks: int, batch: int, goal: float, folder: str) -> Claim:
     """Compare one joint step with one step of each separate LoRA."""
     trainers = {str(number): one for number, one in enumerate(lora_trainers(tasks, batch, folder))}
     with ExitStack() as stack:
-        ours = stack.enter_context(stepping({OURS: joint_trainer(tasks, batch, folder)}))[OURS]
+        pair = {OURS: joint_trainer(tasks, batch, folder), ONE: lora_trainers(1, tasks * batch, folder)[0]}
+        whole = stack.enter_context(stepping(pair))
         theirs = stack.enter_context(stepping(trainers))
 
         def peer() -> None:
             for one in theirs.values():
                 one()
 
-        times = run.interleave({OURS: ours, PEER: peer}, rounds=24, quick_rounds=8, warm_up=2, clock=time.perf_counter)
+        times = run.interleave({**whole, PEER: peer}, rounds=24, quick_rounds=8, warm_up=2, clock=time.perf_counter)
     rows = tasks * batch
-    rates = ", ".join(f"{name} {rows / times.median(name):.1f} samples/s" for name in (OURS, PEER))
+    rates = ", ".join(f"{name} {rows / times.median(name):.1f} samples/s" for name in (OURS, PEER, ONE))
     return ratio_claim(f"k={tasks}, batch={batch}, step", times.ratio(OURS, PEER), goal, f"{rates}; {times}")
 
 

@@ -1,8 +1,9 @@
 """What federated rounds cost beside the clients' training.
 
-* ``100 clients, time``: rounds of 100 clients one after another on one model, against the sum of the times those clients trained
-  for: MiniLM with LoRA on ``python_docs``. Rounds that end with an evaluation do not count, since nobody trains in it.
-* ``100 clients, memory``: peak of such a federation against that of one ordinary LoRA run of as many steps, each in a process of
+* ``100 clients, time``: rounds of a federation of 100 clients, of which five train in each, one after another on one model,
+  against the sum of the times those five trained for: MiniLM with LoRA on ``python_docs``. Rounds that end with an evaluation do
+  not count, since nobody trains in it.
+* ``100 clients, memory``: peak of two rounds of it against that of one ordinary LoRA run of as many steps, each in a process of
   its own.
 
 Time is wall time on all of torch's threads: leave the machine alone meanwhile.

@@ -14,7 +14,7 @@ from ...core.curves import UNPERTURBED_TOO, base_degrades, places
 from ...core.inflection import Inflection, find_inflection, short
 from ...core.points import Point
 from .cells import Scores
-from .plan import BASE, Cell
+from .plan import BASE, PERPLEXITY, Cell
 
 IN_DOMAIN, OUT_OF_DOMAIN = "in-domain perplexity", "out-of-domain perplexity"
 _SCENARIOS = {
@@ -35,6 +35,7 @@ class Curve:
         out_of_domain: the other one, same shape.
         distance: between the weights before and after, same shape.
         validation: in-domain perplexity that learning rates are tuned on, same shape.
+        accuracy: in domain, same shape; ``nan`` where no classes are scored.
     """
 
     at: Sequence[float]
@@ -42,6 +43,7 @@ class Curve:
     out_of_domain: np.ndarray[Any, Any]
     distance: np.ndarray[Any, Any]
     validation: np.ndarray[Any, Any]
+    accuracy: np.ndarray[Any, Any]
 
     def values(self, metric: str) -> np.ndarray[Any, Any]:
         """Return one of the two perplexities."""
@@ -57,12 +59,14 @@ class Analysis:
     """Everything that is drawn and said.
 
     Attributes:
-        unit: of the checkpoints' places.
+        unit: of the checkpoints' places; ``models`` for those in no order.
         labels: the checkpoints.
         base: in-domain and out-of-domain perplexity without fine-tuning, one value a checkpoint.
         fixed: by learning rate, over the checkpoints.
         tuned: at each checkpoint's best learning rate.
         optimal: those learning rates: least mean in-domain validation perplexity.
+        accuracy: in domain without fine-tuning, one value a checkpoint; empty where no classes are scored.
+        scored: the name of the perplexity in domain.
     """
 
     unit: str
@@ -71,6 +75,17 @@ class Analysis:
     fixed: Mapping[float, Curve]
     tuned: Curve
     optimal: Sequence[float]
+    accuracy: Sequence[float]
+    scored: str
+
+    def title(self, metric: str) -> str:
+        """Return what one of the two perplexities is called."""
+        return f"in-domain {self.scored.replace('_', ' ')}" if metric == IN_DOMAIN else metric
+
+    @property
+    def turns(self) -> bool:
+        """Whether there can be an inflection point: checkpoints at several places on an axis."""
+        return self.unit != "models" and len(self.tuned.at) > 1
 
     def sensitivity(self, rate: float) -> np.ndarray[Any, Any]:
         """Return how much fine-tuning at ``rate`` raises out-of-domain perplexity, shape (checkpoints, seeds)."""
@@ -108,14 +123,15 @@ class Analysis:
         )
 
     def sentences(self) -> list[str]:
-        """Return what is to be said, one finding a line."""
+        """Return what is to be said, one finding a line; of models in no order, neither where they turn nor a scenario."""
         curves = {f"at learning rate {rate:g}": curve for rate, curve in self.fixed.items()}
         said = [
-            f"{metric} {which}: {self._turn(curve, metric)}"
+            f"{self.title(metric)} {which}: {self._turn(curve, metric)}"
             for which, curve in {**curves, "with the best learning rate": self.tuned}.items()
             for metric in (IN_DOMAIN, OUT_OF_DOMAIN)
         ]
-        return [*said, self.distance_law(), self.scenario()]
+        scenario = [] if self.unit == "models" else [self.scenario()]
+        return [*(said if self.turns else ()), self.distance_law(), *scenario]
 
     def _turn(self, curve: Curve, metric: str) -> str:
         found = curve.inflection(metric)
@@ -127,23 +143,34 @@ class Analysis:
         return [
             {
                 "model": label,
-                self.unit: short(self.tuned.at[number]),
+                **({} if self.unit == "models" else {self.unit: short(self.tuned.at[number])}),
                 "in-domain before": self.base[IN_DOMAIN][number],
                 "out-of-domain before": self.base[OUT_OF_DOMAIN][number],
                 "optimal learning rate": self.optimal[number],
                 "in-domain tuned": float(self.tuned.test[number].mean()),
                 "out-of-domain tuned": float(self.tuned.out_of_domain[number].mean()),
                 "distance": float(self.tuned.distance[number].mean()),
+                **self._accuracies(number),
             }
             for number, label in enumerate(self.labels)
         ]
 
+    def _accuracies(self, number: int) -> dict[str, float]:
+        if not self.accuracy:
+            return {}
+        return {"accuracy before": self.accuracy[number], "accuracy tuned": float(self.tuned.accuracy[number].mean())}
 
-def analyse(scores: Mapping[Cell, Scores], points: Sequence[Point]) -> Analysis | None:
+
+def analyse(scores: Mapping[Cell, Scores], points: Sequence[Point], scored: str = PERPLEXITY) -> Analysis | None:
     """Put scores together; checkpoints, learning rates and seeds that are not complete are left out.
 
     A checkpoint counts if it was scored without fine-tuning and has every learning rate of the one with most. Two
     checkpoints at one place cannot both count; the first does.
+
+    Args:
+        scores: of every cell that is done.
+        points: the checkpoints, in order.
+        scored: the name of the perplexity in domain.
 
     Returns:
         ``None`` where nothing is complete.
@@ -168,10 +195,9 @@ def analyse(scores: Mapping[Cell, Scores], points: Sequence[Point]) -> Analysis 
 
     def curve(chosen_rates: Sequence[float]) -> Curve:
         cells = [[done[point, rate, seed] for seed in seeds] for point, rate in zip(chosen, chosen_rates, strict=True)]
-        names = ("test", "out_of_domain", "distance", "validation")
-        return Curve(
-            at=at, **{name: np.array([[getattr(one, name) for one in row] for row in cells]) for name in names}
-        )
+        names = ("test", "out_of_domain", "distance", "validation", "accuracy")
+        values = {name: np.array([[getattr(one, name) for one in row] for row in cells], dtype=float) for name in names}
+        return Curve(at=at, **values)
 
     fixed = {rate: curve([rate] * len(chosen)) for rate in rates}
     tried = np.array([np.nan_to_num(fixed[rate].validation, nan=math.inf).mean(axis=1) for rate in rates])
@@ -186,4 +212,6 @@ def analyse(scores: Mapping[Cell, Scores], points: Sequence[Point]) -> Analysis 
         fixed=fixed,
         tuned=curve(optimal),
         optimal=optimal,
+        accuracy=[found.accuracy for found in (base[point] for point in chosen) if found.accuracy is not None],
+        scored=scored,
     )

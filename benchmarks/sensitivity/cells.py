@@ -20,12 +20,13 @@ from ...core.point_data import digest_of, evaluation_arguments
 from ...core.points import Point
 from ...core.probe_points import Settings, evaluate_point
 from ...core.probing import MEASUREMENTS
+from ...core.recipe import choose
 from ...core.run import train
 from ...registry.errors import DataError, TuneryError
 from ..claims import claimed
 from ..inputs import differences
 from ..results import digest, sealed
-from .plan import BASE, Cell, Plan
+from .plan import BASE, PERPLEXITY, Cell, Plan
 
 WORK = ".work"
 _QUIET = {"report_to": "none", "disable_tqdm": True, "logging_strategy": "no", "save_strategy": "no"}
@@ -42,12 +43,14 @@ class Scores:
         test: in domain, what is reported; the validation split's where there is no test split.
         out_of_domain: on text like that of pre-training.
         distance: L2 distance between the weights before and after; 0 without fine-tuning.
+        accuracy: in domain, on the same rows as ``test``, where classes are scored.
     """
 
     validation: float
     test: float
     out_of_domain: float
     distance: float = 0.0
+    accuracy: float | None = None
 
 
 @dataclass
@@ -66,6 +69,9 @@ class Study:
     def __post_init__(self) -> None:
         self.in_domain = _data(self.plan.in_domain, "in_domain")
         self.out_of_domain = _data(self.plan.out_of_domain, "out_of_domain")
+        self.splits = [name for name in ("validation", "test") if name in self.in_domain.splits]
+        if self.plan.probe:
+            _check_classes(self)
         self._digests = [
             digest_of(self.in_domain, self.in_domain.splits),
             digest_of(self.out_of_domain, ["validation"]),
@@ -85,7 +91,8 @@ class Study:
                         "learning_rate": cell.learning_rate,
                         "seed": cell.seed,
                         "rows": self._digests,
-                        "training": self.plan.training if cell.learning_rate != BASE else {},
+                        "training": self.plan.training if cell.learning_rate != BASE else _loading(self.plan),
+                        **({"metric": self.plan.metric} if self.plan.probe else {}),
                     }
                 )
             )
@@ -118,6 +125,20 @@ def _data(keys: Mapping[str, Any], name: str) -> TaskData:
         remedy = "give task_kind: causal_lm, with text_columns: [prompt, completion] for a classification"
         raise DataError(f"{name} is {data.task.kind.value}, which has no perplexity", remedy=remedy)
     return data
+
+
+def _check_classes(study: Study) -> None:
+    """Refuse what the probe would refuse only after training."""
+    data = study.in_domain
+    most = choose(probes=[study.plan.probe]).chosen[0].plugin.config.max_classes
+    for name in study.splits:
+        completions = [data.splits[name][column] for column in data.columns.text[1:]]
+        found = len(set(zip(*completions, strict=True)))
+        if not 2 <= found <= most:
+            raise DataError(
+                f"in_domain has {found} different completions in {name!r}, which are no classes",
+                remedy=f"give text_columns: [prompt, completion], or metric: {study.plan.scored}:max_classes=N",
+            )
 
 
 def run_cells(study: Study, cells: Sequence[Cell], tell: Callable[[str], None]) -> Iterator[tuple[Cell, Scores | str]]:
@@ -163,15 +184,10 @@ def _do(study: Study, cell: Cell, work: Path) -> Scores:
 
 
 def _base(study: Study, cell: Cell) -> Scores:
-    data, settings = study.in_domain, Settings(batch_size=_batch_size(study), seed=cell.seed)
-    validation = evaluate_point(cell.point, data, settings)["perplexity"]
-    tested = "test" in data.splits
-    test = evaluate_point(cell.point, data, settings, "test")["perplexity"] if tested else validation
-    return Scores(validation=validation, test=test, out_of_domain=_out_of_domain(study, cell.point, cell))
+    return _scores(study, cell.point, cell, _in_domain(study, cell.point, cell))
 
 
 def _fine_tuned(study: Study, cell: Cell, place: Path) -> Scores:
-    tested = "test" in study.in_domain.splits
     options = build_options(
         {
             **_QUIET,
@@ -184,7 +200,7 @@ def _fine_tuned(study: Study, cell: Cell, place: Path) -> Scores:
             "probe_moments": ["end"],
             "learning_rate": cell.learning_rate,
             "seed": cell.seed,
-            "do_predict": tested,
+            "do_predict": "test" in study.splits and not study.plan.probe,
             "output_dir": str(place),
         }
     )
@@ -192,18 +208,41 @@ def _fine_tuned(study: Study, cell: Cell, place: Path) -> Scores:
         metrics = train(options)["metrics"]
     rows = [json.loads(line) for line in (place / MEASUREMENTS).read_text(encoding="utf-8").splitlines()]
     distance = next(row["value"] for row in rows if row["name"] == "distance" and "layer" not in row)
+    point = Point(reference=str(place))
+    prefixes = {"validation": "", "test": "test_"}
+    found = (
+        _in_domain(study, point, cell)
+        if study.plan.probe
+        else [{PERPLEXITY: metrics[prefixes[split] + PERPLEXITY]} for split in study.splits]
+    )
+    return _scores(study, point, cell, found, distance)
+
+
+def _in_domain(study: Study, point: Point, cell: Cell) -> list[dict[str, float]]:
+    """Return what is scored in domain on each split there is, validation first."""
+    settings = _settings(study, cell, probe=study.plan.probe)
+    return [evaluate_point(point, study.in_domain, settings, split) for split in study.splits]
+
+
+def _scores(
+    study: Study, point: Point, cell: Cell, found: Sequence[Mapping[str, float]], distance: float = 0.0
+) -> Scores:
+    settings = _settings(study, cell)
     return Scores(
-        validation=metrics["perplexity"],
-        test=metrics["test_perplexity" if tested else "perplexity"],
-        out_of_domain=_out_of_domain(study, Point(reference=str(place)), cell),
+        validation=found[0][study.plan.scored],
+        test=found[-1][study.plan.scored],
+        out_of_domain=evaluate_point(point, study.out_of_domain, settings)[PERPLEXITY],
         distance=distance,
+        accuracy=found[-1].get("class_accuracy"),
     )
 
 
-def _out_of_domain(study: Study, point: Point, cell: Cell) -> float:
-    settings = Settings(batch_size=_batch_size(study), seed=cell.seed)
-    return evaluate_point(point, study.out_of_domain, settings)["perplexity"]
+def _settings(study: Study, cell: Cell, **changes: Any) -> Settings:
+    """Return how models are evaluated: loaded and batched as runs do."""
+    batch_size = int(study.plan.training.get("per_device_eval_batch_size", 8))
+    return Settings(batch_size=batch_size, seed=cell.seed, **_loading(study.plan), **changes)
 
 
-def _batch_size(study: Study) -> int:
-    return int(study.plan.training.get("per_device_eval_batch_size", 8))
+def _loading(plan: Plan) -> dict[str, Any]:
+    """Return the training keys that say how a checkpoint is loaded."""
+    return {key: value for key, value in plan.training.items() if key == "dtype"}

@@ -39,7 +39,7 @@ def sensitivity(
     """Fine-tune checkpoints with several learning rates and seeds. Further flags are recipe keys of every run."""
     from ...core.console import calm
     from ...core.options import read_flags
-    from .plan import read_plan
+    from .plan import make_plan, read_plan
 
     calm()
     changes: dict[str, Any] = {}
@@ -47,7 +47,8 @@ def sensitivity(
         if given is not None:
             changes[key] = [part for part in given.split(",") if part]
     plan = read_plan(recipe, changes)
-    plan = plan.model_copy(update={"training": {**plan.training, **read_flags(context.args)}})
+    training = {**plan.training, **read_flags(context.args)}
+    plan = make_plan({**plan.model_dump(), "training": training}, Path(recipe).name)
     if study(plan, output_dir / plan.name)[1]:
         raise typer.Exit(1)
 
@@ -81,7 +82,7 @@ def study(plan: Plan, folder: Path) -> tuple[Analysis | None, Mapping[str, str]]
             else:
                 failed[cell.name] = found
                 print(f"tunery: {cell.name}: {found}", file=sys.stderr)
-    analysis = analyse(scores, points)
+    analysis = analyse(scores, points, plan.scored)
     said = analysis.sentences() if analysis else []
     drawn = draw_all(analysis, folder, plan.name) if analysis else []
     if analysis:

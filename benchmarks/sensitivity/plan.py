@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +18,17 @@ from ...registry.selection import read_yaml
 SHIPPED = Path(__file__).parent / "recipes"
 Keys = dict[str, Any]
 BASE = 0.0  # the learning rate of the cell that only scores the checkpoint as it is
+PERPLEXITY = "perplexity"
+_SET_BY_CELLS = {  # and the key of the plan that says what to
+    "model_name_or_path": "models",
+    "model_revision": "revisions",
+    "learning_rate": "learning_rates",
+    "seed": "seeds",
+    "probes": "",
+    "probe_moments": "",
+    "do_predict": "",
+    "output_dir": "",
+}
 
 
 class Plan(BaseModel):
@@ -35,7 +46,11 @@ class Plan(BaseModel):
         in_domain: data keys of the fine-tuning task. Learning rates are tuned on its validation split; its test split is
             reported where there is one.
         out_of_domain: data keys of held-out text like that of pre-training; its validation split is scored.
-        training: every other key of a run.
+        metric: what is scored in domain: ``perplexity`` of the text, or for a classification ``class_perplexity``, the probe of that
+            name, with or without its options: perplexity over the classes by their length-normalised likelihood
+            (appendix C.1). Its data are ``task_kind: causal_lm`` with ``text_columns: [prompt, completion]``; the classes are
+            the completions that a split has.
+        training: every other key of a run, those apart that each cell sets itself.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -50,7 +65,18 @@ class Plan(BaseModel):
     seeds: Annotated[list[Annotated[int, Ge(0)]], Len(1)] = [0, 1, 2]
     in_domain: Keys
     out_of_domain: Keys
+    metric: Annotated[str, Field(pattern=rf"^({PERPLEXITY}|class_perplexity(:.+)?)$")] = PERPLEXITY
     training: Keys = {}
+
+    @property
+    def probe(self) -> str:
+        """The probe that scores in domain, as it is selected; none for the perplexity of the text."""
+        return "" if self.metric == PERPLEXITY else self.metric
+
+    @property
+    def scored(self) -> str:
+        """The name of what is scored in domain."""
+        return self.metric.partition(":")[0]
 
     def points(self) -> list[Point]:
         """Return the checkpoints, in ascending order of tokens or steps.
@@ -61,12 +87,12 @@ class Plan(BaseModel):
         return find_points(self.models, self.revisions, self.runs, self.tokens)
 
     def cells(self, points: Sequence[Point]) -> list[Cell]:
-        """Return every cell, checkpoint by checkpoint, the one that only scores it first."""
+        """Return every cell, checkpoint by checkpoint, the one that only scores it first, which is the same for all seeds."""
         rates = sorted(set(self.learning_rates))
         return [
             Cell(point, rate, seed)
             for point in points
-            for rate, seed in [(BASE, self.seeds[0]), *((rate, seed) for rate in rates for seed in self.seeds)]
+            for rate, seed in [(BASE, 0), *((rate, seed) for rate in rates for seed in self.seeds)]
         ]
 
 
@@ -121,16 +147,36 @@ def make_plan(content: Mapping[str, Any], owner: str = "the plan") -> Plan:
     """Check what a recipe says.
 
     Raises:
-        RecipeError: a key that is missing, unknown or of a wrong kind, in the plan or among the data and training keys.
+        RecipeError: a key that is missing, unknown or of a wrong kind, in the plan or among the data and training keys; a
+            training key that belongs to the data or is set by each cell.
     """
-    from ...core.options import check_keys
-
     try:
         plan = Plan.model_validate(dict(content))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"])) or "the file"
         raise RecipeError(f"recipe {owner}: {place}: {first['msg']}", known=Plan.model_fields) from None
-    for keys in (plan.in_domain, plan.out_of_domain, plan.training):
-        check_keys(keys, owner)
+    _check_keys(plan, owner)
     return plan
+
+
+def _check_keys(plan: Plan, owner: str) -> None:
+    from ...core.data import DataArguments
+    from ...core.options import check_keys
+
+    data = [item.name for item in fields(DataArguments)]
+    for name, keys in (("in_domain", plan.in_domain), ("out_of_domain", plan.out_of_domain)):
+        for key in keys:
+            if key not in data:
+                remedy = did_you_mean(key, data) or "see tunery probe --keys"
+                raise RecipeError(f"{name}: no key {key!r}", owner=owner, remedy=remedy)
+    check_keys(plan.training, owner)
+    for key in plan.training:
+        if key in data:
+            remedy = "give it under in_domain or out_of_domain"
+        elif key in _SET_BY_CELLS:
+            instead = _SET_BY_CELLS[key]
+            remedy = f"give {instead}" if instead else "every cell sets it itself"
+        else:
+            continue
+        raise RecipeError(f"training: no key {key!r}", owner=owner, remedy=remedy)

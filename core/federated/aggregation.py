@@ -15,6 +15,7 @@ from .payload import Payload
 from .worker import ADAPTER, STATISTICS
 
 Tensors = Mapping[str, torch.Tensor]
+_MOST_ROWS = 2**53  # a float counts no further
 
 
 class Mean:
@@ -70,9 +71,13 @@ class Mean:
             return f"failed with {str(scalars['error'])[:80]}"
         if scalars.get("version") != self._version:
             return f"trained version {str(scalars.get('version'))[:80]!r} instead of {self._version!r}"
-        rows, loss = scalars.get("rows"), scalars.get("loss")
-        if not isinstance(rows, int) or rows < 1 or not isinstance(loss, float) or not math.isfinite(loss):
-            return f"says rows={rows!r} and loss={loss!r}"
+        rows = scalars.get("rows")
+        if not isinstance(rows, int) or not 0 < rows < _MOST_ROWS:
+            return f"says rows={rows!r:.80}"
+        for name in ("loss", "seconds"):
+            said = scalars.get(name)
+            if not isinstance(said, float) or not math.isfinite(said):
+                return f"says {name}={said!r:.80}"
         if adapter.keys() != self._like.keys():
             odd = min(adapter.keys() ^ self._like.keys())
             return f"an adapter that {'has' if odd in adapter else 'lacks'} {odd!r}"

@@ -132,9 +132,13 @@ _SETTLED = {
 _REFUSED = {
     "lr_scheduler_type": "rounds decay the learning rate: learning_rate_decay",
     "warmup_steps": "rounds decay the learning rate: learning_rate_decay",
+    "warmup_ratio": "rounds decay the learning rate: learning_rate_decay",
     "eval_strategy": "the server's model is evaluated: eval_every",
     "eval_steps": "the server's model is evaluated: eval_every",
     "save_strategy": "every round is a checkpoint",
+    "logging_strategy": "every round is a row of rounds.jsonl",
+    "report_to": "every round is a row of rounds.jsonl",
+    "do_predict": "the server's model is scored on the validation split",
     "load_best_model_at_end": "the last round counts",
     "tasks": "a federation has one task",
     "probes": "measure the finished run: tunery probe NAME --model RUN",
@@ -150,8 +154,14 @@ def build_federated_options(given: Mapping[str, Any]) -> FederatedOptions:
         RecipeError: a key or value that is refused.
     """
     for key, reason in _REFUSED.items():
-        if given.get(key):
-            raise RecipeError(f"{key} has no place in a federation", remedy=reason)
+        if given.get(key) and given[key] != _SETTLED.get(key):
+            raise RecipeError(f"{key}={given[key]!r} has no place in a federation", remedy=reason)
+    resume = given.get("resume_from_checkpoint")
+    if resume and str(resume).lower() not in ("last", "true"):
+        raise RecipeError(
+            f"resume_from_checkpoint={resume!r} names a place, and a federation goes on in its own folder",
+            remedy="give output_dir, and resume_from_checkpoint without a value",
+        )
     values = {key: value for key, value in given.items() if key in _KEYS}
     federated = FederatedArguments(**typed_arguments(FederatedArguments, values))
     if federated.min_clients > federated.clients_per_round:

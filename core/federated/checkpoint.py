@@ -31,6 +31,7 @@ _ADAPTER, _STAND_IN, _CHANGES, _STATE = (
     "changes.safetensors",
     "state.json",
 )
+_STATE_KEYS = {"done", "resting", "distilled", "run_id", "versions", "given"}
 # Keys that change nothing a round computes.
 _FREE = ("output_dir", "resume_from_checkpoint", "overwrite_output_dir", "disable_tqdm", "eval_every", "round_timeout")
 
@@ -130,7 +131,7 @@ class Checkpoints:
             server.run_id = state["run_id"]
             if server.resident.proxy is not None:
                 self._load_stand_in(server, last, state["versions"])
-        except (OSError, SafetensorError, KeyError, RuntimeError) as error:
+        except (OSError, SafetensorError, LookupError, RuntimeError, ValueError) as error:
             raise ArtifactError(f"cannot read {last}: {type(error).__name__}", remedy="it is damaged") from None
         self._keep_only(last)
         return Progress(state["done"], dict(state["resting"]), dict(state["distilled"]))
@@ -149,10 +150,12 @@ class Checkpoints:
 
 def _read_state(folder: Path) -> dict[str, Any]:
     try:
-        state = json.loads((folder / _STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        state = dict(json.loads((folder / _STATE).read_text(encoding="utf-8")))
+        if not state.keys() >= _STATE_KEYS:
+            raise ValueError
+    except (OSError, ValueError, TypeError) as error:
         raise ArtifactError(f"cannot read {folder / _STATE}: {type(error).__name__}", remedy="it is damaged") from None
-    return dict(state)
+    return state
 
 
 def _sync(folder: Path) -> None:
@@ -173,11 +176,18 @@ class RoundLog:
         self.path = path
 
     def rewind(self, done: int) -> list[dict[str, Any]]:
-        """Keep the rows of the first ``done`` rounds, and return them."""
-        rows = []
-        if self.path.is_file():
-            for line in self.path.read_text(encoding="utf-8").splitlines()[:done]:
-                rows.append(json.loads(line))
+        """Keep the rows of the first ``done`` rounds, and return them.
+
+        Raises:
+            ArtifactError: the file does not hold them.
+        """
+        try:
+            lines = self.path.read_text(encoding="utf-8").splitlines()[:done] if done else []
+            rows = [dict(json.loads(line)) for line in lines]
+        except (OSError, ValueError, TypeError) as error:
+            raise ArtifactError(f"cannot read {self.path}: {type(error).__name__}", remedy="it is damaged") from None
+        if [row.get("round") for row in rows] != list(range(1, done + 1)):
+            raise ArtifactError(f"{self.path} lacks rows of the {done} rounds done", remedy="it is damaged")
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         temporary.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
         temporary.replace(self.path)

@@ -14,6 +14,7 @@ the paper's t = 10, q = 0.5, d = 768, r = 8 the second is 1.2 times the first, n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from peft import PeftModel
 
 from ...registry.context import RunContext
 from ...registry.errors import AnatomyError
+from ..arguments import TrainingArguments
 from .arguments import FederatedOptions
 from .resident import Resident
 
@@ -56,8 +58,11 @@ class Cost:
         return told if ratio <= 1 else f'{told}: more, where the paper (section 3.6.2) has it "usually smaller"'
 
     def beside(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the prediction beside what the rounds came to, per client and round."""
-        asked = sum(len(row["clients"]) for row in rows)
+        """Return the prediction beside what the rounds came to, per client and round.
+
+        Bytes are those of every client that was asked, seconds those of every client that answered as it should.
+        """
+        asked, answered = (sum(row[key] for row in rows) for key in ("asked", "answered"))
         totals = {
             kind: sum(row["bytes"].get(kind, 0) for row in rows)
             for kind in ("down_adapter", "up_adapter", "down_stand_in", "up_statistics")
@@ -74,8 +79,8 @@ class Cost:
                 "adapter_bytes": (totals["down_adapter"] + totals["up_adapter"]) / asked,
                 "stand_in_bytes": totals["down_stand_in"] / asked,
                 "statistics_bytes": totals["up_statistics"] / asked,
-                "seconds": seconds / asked,
-                "multiplications_per_second": self.multiplications * asked / seconds if seconds else 0.0,
+                "seconds": seconds / answered,
+                "multiplications_per_second": self.multiplications * answered / seconds if seconds else 0.0,
             },
         }
 
@@ -89,6 +94,7 @@ def predict(resident: Resident, client_rows: Sequence[Any], options: FederatedOp
         options: epochs and lengths.
     """
     rows = sum(len(part) for part in client_rows) / max(1, len(client_rows))
+    rows_trained = rows * _epochs(rows, options.run.training)
     proxy, model = resident.proxy, resident.model
     adapter = sum(value.nbytes for value in resident.state().values())
     frozen = sum(value.nbytes for value in resident.frozen().values()) if proxy is not None else 0
@@ -100,12 +106,20 @@ def predict(resident: Resident, client_rows: Sequence[Any], options: FederatedOp
     length = mean_length(client_rows, model)
     per_row = multiplications(model, resident.trainer.run, length)
     return Cost(
-        multiplications=_PASSES * per_row * rows * options.run.training.num_train_epochs,
+        multiplications=_PASSES * per_row * rows_trained,
         adapter_bytes=adapter,
         stand_in_bytes=frozen,
         alignment_bytes=changed,
         every=every,
     )
+
+
+def _epochs(rows: float, args: TrainingArguments) -> float:
+    """Return how often a client goes through its rows in a round: ``max_steps`` wins over ``num_train_epochs``."""
+    if args.max_steps <= 0:
+        return args.num_train_epochs
+    steps = math.ceil(math.ceil(rows / args.train_batch_size) / args.gradient_accumulation_steps)
+    return args.max_steps / max(1, steps)
 
 
 def multiplications(model: Any, run: RunContext, length: float) -> float:

@@ -29,7 +29,7 @@ class Engine(Protocol):
         Args:
             op: what is asked.
             requests: one for each node that is asked.
-            timeout: seconds after which an answer is too late; ``None`` waits.
+            timeout: seconds after which an answer is too late; ``None`` leaves that to the engine.
         """
         ...
 
@@ -55,7 +55,7 @@ class InProcess:
         return sorted(self.workers)
 
     def exchange(self, op: str, requests: Mapping[str, Payload], timeout: float | None) -> dict[str, Payload]:
-        """Ask one client after the other; one that took longer than ``timeout`` is as if it had not answered."""
+        """Ask one client after the other; one that took longer than ``timeout`` is as if it had not answered, ``None`` waits."""
         replies = {}
         for node in sorted(requests):
             started = time.monotonic()

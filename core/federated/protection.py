@@ -45,7 +45,7 @@ class Protection:
 
     def statistics(self, told: Tensors, generator: torch.Generator) -> dict[str, torch.Tensor]:
         """Return what to send instead of the statistics ``told``."""
-        if self.statistics_clip_norm is None:
+        if self.statistics_clip_norm is None or not told:
             return dict(told)
         return _clipped(told, self.statistics_clip_norm, self.noise_multiplier, generator)
 

@@ -14,6 +14,7 @@ from ...registry.context import Task
 from ...registry.errors import CompatibilityError
 from ...registry.proxy import ProxyStrategy
 from ..data.metrics import compute_metrics
+from ..models import commit_of
 from ..options import Options
 from ..trainer import Trainer
 from .rows import Batches
@@ -42,6 +43,7 @@ class Resident:
             args=options.training,
             task=task,
             base_model=options.run.model_name_or_path,
+            base_revision=commit_of(options.run.model_name_or_path, options.run.model_revision),
             data_collator=collate,
             processing_class=processor,
             compute_metrics=compute_metrics(task),

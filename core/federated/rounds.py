@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,13 +37,26 @@ class Exchange:
         asked: the clients asked.
         mean: of those whose answers count.
         left_out: the others, and why.
-        traffic: bytes by direction and kind.
-        seconds: of the clients' training, summed.
     """
 
     asked: list[str]
     mean: Mean
     left_out: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Spent:
+    """What a round took, over all its tries.
+
+    Attributes:
+        asked: how often a client was asked to train.
+        answered: how many of the answers counted, in a try that was repeated too.
+        traffic: bytes by direction and kind.
+        seconds: of the training that led to these answers, summed.
+    """
+
+    asked: int = 0
+    answered: int = 0
     traffic: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
 
@@ -88,9 +101,15 @@ class Rounds:
         """Go on from ``progress`` to the last round; return the row of every round.
 
         Raises:
-            FederationError: a node with another model, or a round that too few clients answer however often it is tried.
+            FederationError: a node with another model, fewer nodes than a round needs, or a round that too few clients answer
+                however often it is tried.
         """
-        nodes = list(self.engine.nodes())
+        nodes, needed = list(self.engine.nodes()), self.options.min_clients
+        if self._clients_of(nodes) < needed:
+            raise FederationError(
+                f"a round asks {self._clients_of(nodes)} of the {len(nodes)} clients there are, and min_clients={needed}",
+                remedy="lower it, raise client_fraction, or wait for more clients",
+            )
         self.server.meet(self.engine.exchange(DESCRIBE, dict.fromkeys(nodes, _EMPTY), self.options.round_timeout))
         rows = self._log.rewind(progress.done)
         for number in self._numbers(progress.done):
@@ -112,11 +131,13 @@ class Rounds:
         last = number + 1 == options.num_rounds
         aligns = every > 0 and (number + 1) % every == 0 and not last
         rate = options.learning_rate(self._learning_rate, number)
+        said = {"round": number, "learning_rate": rate, "statistics": aligns}
         left_out: dict[str, str] = {}
+        spent = Spent()
         for attempt in range(options.max_attempts):
             resting = {node for node, until in progress.resting.items() if until > number}
             asked = self._draw(nodes, resting, left_out.keys(), number, attempt)
-            tried = self._exchange(asked, nodes, number, rate, aligns)
+            tried = self._exchange(asked, nodes, said, spent)
             left_out |= tried.left_out
             progress.resting |= dict.fromkeys(tried.left_out, number + 1 + _REST)
             if tried.mean.count >= options.min_clients:
@@ -138,8 +159,10 @@ class Rounds:
             "attempts": attempt + 1,
             "rows": mean.rows,
             "loss": mean.loss / mean.rows,
-            "bytes": tried.traffic,
-            "client_seconds": tried.seconds,
+            "asked": spent.asked,
+            "answered": spent.answered,
+            "bytes": spent.traffic,
+            "client_seconds": spent.seconds,
         }
         if aligns:
             row["aligned"] = self.server.realign(mean.statistics, self._draw_seed(_ALIGNING, number))
@@ -150,39 +173,43 @@ class Rounds:
     def _draw(self, nodes: Sequence[str], resting: set[str], failed: Any, number: int, attempt: int) -> list[str]:
         """Draw a round's clients: none that rests or failed a moment ago, but where without them too few are left."""
         random = np.random.default_rng([self._seed, _SAMPLING, number, attempt])
-        count = max(1, round(self.options.client_fraction * len(nodes)))
+        count = self._clients_of(nodes)
         order = [nodes[index] for index in random.permutation(len(nodes))]
         order.sort(key=lambda node: (node in failed, node in resting))
         fresh = sum(node not in failed and node not in resting for node in order)
         return sorted(order[: min(count, fresh) if fresh >= self.options.min_clients else count])
 
+    def _clients_of(self, nodes: Sequence[str]) -> int:
+        return min(len(nodes), max(1, round(self.options.client_fraction * len(nodes))))
+
     def _draw_seed(self, stream: int, *numbers: int) -> int:
         return int(np.random.SeedSequence([self._seed, stream, *numbers]).generate_state(1)[0])
 
-    def _exchange(self, asked: list[str], nodes: Sequence[str], number: int, rate: float, aligns: bool) -> Exchange:
+    def _exchange(self, asked: list[str], nodes: Sequence[str], said: Mapping[str, Any], spent: Spent) -> Exchange:
         """Ask ``asked`` to train, as many at once as the engine takes, and average what comes back."""
         options, server = self.options, self.server
-        mean = Mean(server.adapter, server.version, aligns, options.aggregation == "uniform")
+        mean = Mean(server.adapter, server.version, said["statistics"], options.aggregation == "uniform")
         tried = Exchange(asked, mean)
         step = self.engine.at_once or len(asked)
         for start in range(0, len(asked), step):
             requests = {}
             for node in asked[start : start + step]:
-                seed = self._draw_seed(_TRAINING, number, nodes.index(node))
-                scalars = {"round": number, "learning_rate": rate, "seed": seed, "statistics": aligns}
-                requests[node] = request = server.request(node, scalars)
-                tried.count("down_adapter", request.nbytes(ADAPTER))
-                tried.count("down_stand_in", request.nbytes(VALUES) + request.nbytes(INDICES))
+                seed = self._draw_seed(_TRAINING, said["round"], nodes.index(node))
+                requests[node] = request = server.request(node, {**said, "seed": seed})
+                spent.asked += 1
+                spent.count("down_adapter", request.nbytes(ADAPTER))
+                spent.count("down_stand_in", request.nbytes(VALUES) + request.nbytes(INDICES))
             replies = self.engine.exchange(TRAIN, requests, options.round_timeout)
             for node in requests:
-                reply = replies.get(node)
-                reason = mean.add(reply)
+                reply = replies.get(node, _EMPTY)
+                spent.count("up_adapter", reply.nbytes(ADAPTER))
+                spent.count("up_statistics", reply.nbytes(STATISTICS))
+                reason = mean.add(replies.get(node))
                 server.heard(node, reason is None)
-                if reason is not None or reply is None:
-                    tried.left_out[node] = str(reason)
-                    _LOGGER.warning("round %d: client %s is left out: %s", number + 1, node, reason)
+                if reason is not None:
+                    tried.left_out[node] = reason
+                    _LOGGER.warning("round %d: client %s is left out: %s", said["round"] + 1, node, reason)
                     continue
-                tried.count("up_adapter", reply.nbytes(ADAPTER))
-                tried.count("up_statistics", reply.nbytes(STATISTICS))
-                tried.seconds += float(reply.scalars["seconds"])
+                spent.answered += 1
+                spent.seconds += float(reply.scalars["seconds"])
         return tried

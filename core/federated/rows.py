@@ -72,7 +72,12 @@ class NoRows:
         return 0
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        raise RecipeError(
-            "the strategy aligns its stand-in on the server's own rows, and there are none",
-            remedy="give server_data or server_fraction, or switch the alignment off in the strategy's options",
-        )
+        raise no_rows()
+
+
+def no_rows() -> RecipeError:
+    """Return what to say to a server that aligns and has no rows of its own."""
+    return RecipeError(
+        "the strategy aligns its stand-in on the server's own rows, and there are none",
+        remedy="give server_data or server_fraction, or switch the alignment off in the strategy's options",
+    )

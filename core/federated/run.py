@@ -34,6 +34,7 @@ from .pictures import CURVE, plot_rounds
 from .protection import protection_of
 from .resident import Resident
 from .rounds import Rounds
+from .rows import no_rows
 from .server import Server
 from .worker import ClientWorker
 
@@ -155,6 +156,7 @@ def assemble(options: FederatedOptions, *, simulated: bool = True) -> Federation
     is_proxy = isinstance(choose(args.strategy).strategy, ProxyStrategy)
     full = copy.deepcopy(model) if is_proxy else None
     resident = Resident(model, data.task, processor, encoded.data_collator, options.run)
+    _check(resident, server_rows, federated)
     return Federation(
         resident=resident,
         data=data,
@@ -164,6 +166,14 @@ def assemble(options: FederatedOptions, *, simulated: bool = True) -> Federation
         server_rows=server_rows,
         full=full,
     )
+
+
+def _check(resident: Resident, server_rows: Any, federated: FederatedArguments) -> None:
+    """Refuse what would be noticed only after the stand-in was distilled, or at the first alignment."""
+    protection_of(federated, resident.aligns)
+    proxy = resident.proxy
+    if proxy is not None and 0 < proxy.realign_every < federated.num_rounds and server_rows is None:
+        raise no_rows()
 
 
 def in_process(federation: Federation, options: FederatedOptions) -> Engine:

@@ -79,11 +79,11 @@ class Server:
     def request(self, node: str, scalars: Mapping[str, Any]) -> Payload:
         """Return what ``node`` needs to train: the adapter, and what it lacks."""
         has = self._has.get(node, "")
-        run_id, _, number = has.partition(":")
         missing: Changes = {}
         if self.resident.proxy is not None:
-            known = run_id == self.run_id
-            missing = merge(self.changes[int(number) :]) if known else everything(self.resident.frozen())
+            versions = [f"{self.run_id}:{number}" for number in range(len(self.changes) + 1)]
+            known = has in versions
+            missing = merge(self.changes[versions.index(has) :]) if known else everything(self.resident.frozen())
             has = has if known else ""
         arrays = {**grouped(ADAPTER, self.adapter), **pack(self.resident.frozen() if missing else {}, missing)}
         return Payload(arrays, {**scalars, "version": self.version, "from_version": has, "labels": self._labels})

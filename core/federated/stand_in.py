@@ -79,8 +79,8 @@ def everything(state: Mapping[str, torch.Tensor]) -> dict[str, Change]:
     return {name: Change(-1, torch.empty(0, dtype=torch.int32)) for name in state}
 
 
-def unpack(state: Mapping[str, torch.Tensor], message: Payload) -> int:
-    """Write what :func:`pack` packed into the live ``state``; return how many tensors.
+def unpack(state: Mapping[str, torch.Tensor], message: Payload) -> None:
+    """Write what :func:`pack` packed into the live ``state``.
 
     Raises:
         FederationError: it belongs to another model.
@@ -100,4 +100,3 @@ def unpack(state: Mapping[str, torch.Tensor], message: Payload) -> int:
                 live.copy_(value)
             else:
                 live.index_copy_(int(dim), where.long().to(live.device), value.to(live.device))
-    return len(values)

@@ -64,12 +64,18 @@ class ClientWorker:
         labels = label_line(resident)
         if asked["labels"] != labels:
             raise FederationError(f"client {self.name} has labels {labels!r}, the server {asked['labels']!r}")
+        if asked["statistics"] and not resident.aligns:
+            raise FederationError(
+                f"client {self.name} was asked for statistics, and its strategy tells none",
+                remedy="give server and clients the same strategy",
+            )
         if asked["from_version"] not in ("", self.version):
             raise FederationError(
                 f"client {self.name} has version {self.version!r} and was sent what {asked['from_version']!r} lacks"
             )
-        unpack(resident.frozen(), request) if resident.proxy is not None else None
-        self.version = str(asked["version"])
+        if resident.proxy is not None:
+            unpack(resident.frozen(), request)
+            self.version = str(asked["version"])
         received = request.group(ADAPTER)
         _check_fits(received, resident.state())
         resident.load(received)

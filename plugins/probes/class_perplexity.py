@@ -21,7 +21,7 @@ from ...registry.context import Measurement, Subject, Support, TaskKind
 from ...registry.contracts import Probe
 from ...registry.errors import CompatibilityError
 from ...registry.hookspecs import hookimpl
-from ..readings import batches_of, over_ranks
+from ..readings import batches_of, labels_of, over_ranks
 
 if TYPE_CHECKING:
     import torch
@@ -95,7 +95,9 @@ def _rows_of(batch: Mapping[str, Any]) -> list[Row]:
     """Return prompt and completion of every row: the tokens before the first that is predicted, and those that are."""
     rows = []
     valid = batch.get("attention_mask")
-    for number, (ids, labels) in enumerate(zip(batch["input_ids"], batch["labels"], strict=True)):
+    for number, (ids, labels) in enumerate(
+        zip(batch["input_ids"], labels_of(batch, ClassPerplexity.name), strict=True)
+    ):
         kept = slice(None) if valid is None else valid[number].bool()
         tokens, targets = ids[kept].tolist(), labels[kept].tolist()
         predicted = [place for place, target in enumerate(targets) if place and target != -100]

@@ -24,7 +24,7 @@ from ...registry.contracts import Probe
 from ...registry.errors import CompatibilityError
 from ...registry.hookspecs import hookimpl
 from ..features import pooled
-from ..readings import batches_of, reading
+from ..readings import batches_of, labels_of, reading
 
 if TYPE_CHECKING:
     import numpy as np
@@ -147,7 +147,7 @@ def _features(subject: Subject, probe: str) -> tuple[Array, Array]:
     own: list[tuple[Array, Array]] = []
 
     def read(_: int, values: torch.Tensor) -> None:
-        labels = batch["labels"].cpu().numpy()
+        labels = labels_of(batch, probe).cpu().numpy()
         own.append((pooled(values, batch, pad_token_id).double().cpu().numpy(), labels))
 
     batch: Mapping[str, Any]

@@ -14,7 +14,7 @@ which the cosine shows. (10) asks for the optimum x*, which only a finished run 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge
 
-from ...registry.context import Measurement, Support, TaskKind
+from ...registry.context import Measurement, Support
 from ...registry.contracts import Probe
 from ...registry.errors import CompatibilityError, ConfigError
 from ...registry.hookspecs import hookimpl
+from ..landscape import counted
 
 if TYPE_CHECKING:
     import torch
@@ -115,16 +116,11 @@ class GradientGap(Probe):
         sums = [torch.zeros(parameter.shape, dtype=torch.float64, device=parameter.device) for parameter in parameters]
         total = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
         for batch in islice(subject.batches(), self.config.batches):
+            weight = counted(batch, subject.run.task, self.name)
             with torch.enable_grad():
-                loss = getattr(model(**batch), "loss", None)
-                if loss is None:
-                    raise CompatibilityError(
-                        f"probe {self.name!r} finds no loss in what {type(model).__name__} returns",
-                        remedy="evaluate with labels",
-                    )
+                loss = model(**batch).loss
                 # Not backward(): what shards or reduces gradients hooks on to that.
                 gradients = torch.autograd.grad(loss, list(parameters), allow_unused=True)
-            weight = _weight(batch, subject.run.task.kind)
             total += weight
             for value, gradient in zip(sums, gradients, strict=True):
                 if gradient is not None:
@@ -133,14 +129,6 @@ class GradientGap(Probe):
             for value in (*sums, total):
                 torch.distributed.all_reduce(value)
         return [(value / total).cpu() for value in sums]
-
-
-def _weight(batch: Mapping[str, Any], kind: TaskKind) -> float:
-    """Return how much a batch's mean loss counts: its rows, or the tokens it predicts."""
-    labels = batch["labels"]
-    if not kind.is_language_modelling:
-        return float(len(labels))
-    return float((labels[..., 1 if kind is TaskKind.CAUSAL_LM else 0 :] != -100).sum())
 
 
 def _squared(values: Iterable[torch.Tensor]) -> float:

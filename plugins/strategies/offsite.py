@@ -5,7 +5,8 @@ Only the adapter layers train, by LoRA or whole, with the fresh head; plugged in
 layers again. In a federation this is FedOT, the baseline of Federated Proxy Fine-Tuning.
 
 The stand-in's layers are numbered through; what is exported has the numbers of the model. While a model is a stand-in its
-config says how many layers it has. The layers taken out stay in host memory, for :meth:`Offsite.export`.
+config says how many layers it has. The layers taken out stay in host memory until the full model
+is first needed (:meth:`Offsite.whole`, :meth:`Offsite.export`), then where the stand-in is.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from ...registry.errors import CompatibilityError
 from ...registry.hookspecs import hookimpl
 from ...registry.proxy import ProxyStrategy
 from ..adapters import add_lora, attention_projections, export_adapter, plug_adapter, rename_modules
-from ..distillation import Schedule, follow, hidden_states, modes_kept, real_tokens, state_distance
+from ..distillation import Schedule, follow, hidden_states, modes_kept, state_distance
+from ..readings import valid_positions
 
 if TYPE_CHECKING:
     import torch
@@ -191,8 +193,8 @@ class Offsite(ProxyStrategy):
             self._put(proxy, [*range(first), *kept, *range(count - last, count)], emulator)
 
     def _fill(self, proxy: nn.Module) -> list[nn.Module]:
-        device = next(proxy.parameters()).device
-        between = [layer.to(device).train(proxy.training) for layer in self._between]
+        like = next(proxy.get_submodule(self._prefix(proxy) + self._stack).parameters())
+        between = [layer.to(like.device, like.dtype).train(proxy.training) for layer in self._between]
         for layer in between:
             layer.requires_grad_(False)
         return self._put(proxy, range(sum(self.config.adapter_layers) + len(between)), between)
@@ -242,7 +244,7 @@ class Offsite(ProxyStrategy):
         def loss_of(batch: Mapping[str, Any]) -> torch.Tensor:
             aim = taught(batch)
             state = hidden_states(proxy.train(), [mine], batch)[0]
-            return state_distance(state, aim, real_tokens(batch, state), "normalised")
+            return state_distance(state, aim, valid_positions(batch, state), "normalised")
 
         parameters = [parameter for _, layer in self._emulator(proxy) for parameter in layer.parameters()]
         schedule = Schedule(

@@ -90,7 +90,7 @@ class Surt(Strategy):
     def staged(self, model: nn.Module, run: RunContext, stage: Stage) -> Iterator[nn.Module]:
         """Put a language-modelling head on the model's own backbone; both train, but for what the head does not reach."""
         flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-        language_model, reached = _language_model(model, _objective(model))
+        language_model, reached = _language_model(model, _objective(model), run.revision)
         for name, parameter in language_model.named_parameters():
             parameter.requires_grad_(name in reached and parameter.is_floating_point())
         try:
@@ -127,7 +127,7 @@ def _objective(model: Any) -> TaskKind:
     )
 
 
-def _language_model(model: Any, objective: TaskKind) -> tuple[nn.Module, frozenset[str]]:
+def _language_model(model: Any, objective: TaskKind, revision: str | None) -> tuple[nn.Module, frozenset[str]]:
     """Return the language model around the backbone of ``model``, and the names of what its loss reaches.
 
     Raises:
@@ -141,7 +141,7 @@ def _language_model(model: Any, objective: TaskKind) -> tuple[nn.Module, frozens
     if isinstance(model, auto._model_mapping[type(model.config)]):
         return model, frozenset(name for name, _ in model.named_parameters())
     config = copy.deepcopy(model.config)
-    source, revision = config._name_or_path, getattr(config, "_commit_hash", None)
+    source = config._name_or_path
     try:
         language_model = (
             auto.from_pretrained(source, config=config, revision=revision or "main", dtype=model.dtype)

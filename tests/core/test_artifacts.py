@@ -24,6 +24,7 @@ from tunery.core import artifacts
 from tunery.core.artifacts import (
     fingerprint,
     folder_in_place,
+    git_state,
     last_checkpoint,
     read_manifest,
     seal,
@@ -481,3 +482,26 @@ def test_peft_is_what_peft_writes(finished: Any):
     config = json.loads((run / "adapter_config.json").read_text(encoding="utf-8"))
     base = AutoModelForSequenceClassification.from_pretrained(config["base_model_name_or_path"])
     assert isinstance(PeftModel.from_pretrained(base, str(run)), PeftModel)
+
+
+def test_a_manifest_says_what_the_code_was_when_the_process_began(tmp_path: Path) -> None:
+    """Commit and cleanliness of the folder; no repository, nothing."""
+    if shutil.which("git") is None:
+        pytest.skip("there is no git")
+    assert git_state(str(tmp_path)) is None
+    repository = tmp_path / "repository"
+
+    def git(*words: str) -> str:
+        names = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        return subprocess.run(
+            ["git", *names, *words], cwd=repository, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    repository.mkdir()
+    git("init", "-q")
+    git("commit", "-q", "--allow-empty", "-m", "first")
+    (repository / "file").write_text("changed", encoding="utf-8")
+    first = {"commit": git("rev-parse", "HEAD"), "clean": False}
+    assert git_state(str(repository)) == first
+    git("commit", "-q", "--allow-empty", "-m", "second")
+    assert git_state(str(repository)) == first

@@ -355,6 +355,7 @@ def test_merge_what_cannot_merge(finished: Any, place: Path, cli: Cli, listing: 
         (("plugins", "show", "weight_distanse"), "did you mean 'weight_distance'?"),
         (("probe", "lora", "--model", "run"), "no probe is called 'lora'"),
         (("probe", "weight_distance", "--model", "run", "--jsn"), "did you mean 'json'?"),
+        (("probe", "--model", "run"), "no probe is named; known: apoz, "),
         (("probe", "weight_distance"), "no model to measure; give --model, --models or --runs"),
         (("probe", "--models", "run", "weight_distance"), "the probe's name comes first"),
         (("probe", "weight_distance", "--runs", "out/*"), "--runs 'out/*' fits no folder"),
@@ -370,6 +371,14 @@ def test_other_commands(arguments: tuple[str, ...], says: str, place: Path, cli:
     code, _, err = cli(*arguments)
     assert code == 2
     assert says in assert_one_line(err)
+
+
+def test_keys_of_probe(cli: Cli):
+    """Listed without a probe; a run's length does not say which step it stands at."""
+    code, out, err = cli("probe", "--keys")
+    assert (code, err) == (0, "")
+    assert "--dataset_name" in out
+    assert "--steps  Steps of each model. Default: from its name.\n" in out
 
 
 OWN_PROCESS = {

@@ -167,3 +167,5 @@ def test_load_class(tiny: Any):
     """The class a manifest names is the class that is loaded."""
     model = load_class("BertForSequenceClassification", str(tiny.base), **label_config(TASK))
     assert type(model).__name__ == "BertForSequenceClassification"
+    with pytest.raises(RecipeError, match="did you mean 'bfloat16'"):
+        load_class("BertModel", str(tiny.base), dtype="bfloat6")

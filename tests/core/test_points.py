@@ -18,6 +18,11 @@ from tunery.registry.errors import RecipeError
         ("stage1-step19000-tokens80B", 8e10, 19000),
         ("ckpt_358", None, 358),
         ("main", None, None),
+        ("tokens1.5B", 1.5e9, None),
+        ("tokens5x", None, None),
+        ("tokens5.x", None, None),
+        ("tokens.", None, None),
+        ("tokens1.2.3", None, None),
     ],
 )
 def test_names_tell_tokens_and_steps(revision: str, tokens: float | None, step: float | None):
@@ -53,6 +58,16 @@ def test_given_tokens_win_and_order_the_points():
     points = find_points(["a-tokens9B", "b"], tokens=["2B", "1e9"])
     assert [(point.reference, point.tokens) for point in points] == [("b", 1e9), ("a-tokens9B", 2e9)]
     assert [point.step for point in find_points(["a", "b"], steps=["3", "20"])] == [3, 20]
+
+
+def test_every_weight_file_tells_weights_apart(tmp_path: Path):
+    """Of torch's own format too; what the Trainer was told is none."""
+    for name in ("model.safetensors", "pytorch_model-00001-of-00002.bin", "training_args.bin", "config.json"):
+        (tmp_path / name).write_bytes(name.encode())
+    before = Point(reference=str(tmp_path)).weights()
+    assert list(before) == ["model.safetensors", "pytorch_model-00001-of-00002.bin"]
+    (tmp_path / "pytorch_model-00001-of-00002.bin").write_bytes(b"other")
+    assert Point(reference=str(tmp_path)).weights() != before
 
 
 def test_one_model_twice_is_one_point():

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from tunery.core.curves import RESULTS
-from tunery.core.points import find_points
-from tunery.core.probe_points import Settings, measure_points
+from tunery.core.data import load_task_data
+from tunery.core.point_data import evaluation_arguments
+from tunery.core.points import Point, find_points
+from tunery.core.probe_points import Settings, evaluate_point, measure_points
 from tunery.registry.catalog import Origin
 from tunery.registry.context import Measurement, Subject
 from tunery.registry.contracts import Probe
@@ -119,6 +121,38 @@ def test_plain_models_need_data_and_bring_their_class(tiny: Any, cli: Cli):
     assert [row["gamma"] for row in rows] == [0.0, 0.1, 0.1, 0.1, 0.2, 0.2, 0.2]
     code, out, _ = cli("probe", "weight_distance", "--model", tiny.base, "--json")
     assert json.loads(out.splitlines()[0])["value"] == 0.0  # nothing was trained
+
+
+def test_plain_models_without_data_are_loaded_as_asked(tiny: Any, monkeypatch: pytest.MonkeyPatch, cli: Cli):
+    """In the precision that is named, which has to be one."""
+    loaded: list[torch.dtype] = []
+
+    def measure(_: Probe, subject: Subject) -> Iterable[Measurement]:
+        loaded.append(next(subject.model.parameters()).dtype)
+        return [Measurement(name="loss", value=0.0)]
+
+    monkeypatch.setattr(Shaken, "measure", measure)
+    call = ("probe", "shaken", "--model", tiny.base, "--dtype")
+    assert [cli(*call, "bfloat16").code, cli(*call, "float32").code] == [0, 0]
+    assert loaded == [torch.bfloat16, torch.float32]
+    code, _, err = cli(*call, "bfloat6")
+    assert (code, len(err.splitlines())) == (2, 1) and "did you mean 'bfloat16'?" in err
+
+
+@pytest.mark.parametrize("split", ["validation", "test"])
+def test_a_probe_measures_the_split_that_is_named(split: str, tiny: Any, monkeypatch: pytest.MonkeyPatch):
+    """What it finds layer by layer or draw by draw is left out."""
+
+    def measure(_: Probe, subject: Subject) -> Iterable[Measurement]:
+        assert subject.batches is not None
+        yield Measurement(name="rows", value=float(sum(len(batch["labels"]) for batch in subject.batches())))
+        yield Measurement(name="rows", value=0.0, where={"layer": 1})
+
+    monkeypatch.setattr(Shaken, "measure", measure)
+    keys = {"train_file": str(tiny.rows), "test_file": str(tiny.rows), "validation_fraction": 0.25, "max_length": 16}
+    data = load_task_data(evaluation_arguments(keys), seed=0)
+    found = evaluate_point(Point(reference=str(tiny.base)), data, Settings(probe="shaken"), split)
+    assert found == {"rows": {"validation": 12.0, "test": 48.0}[split]}
 
 
 def test_draws_are_the_same_at_every_point(checkpoints: str):

@@ -340,6 +340,12 @@ def test_model_init(tiny: Any, train: Trained):
     assert any(value.abs().sum() > 0 for name, value in first.items() if "lora_B" in name)
 
 
+def test_model_init_does_not_go_with_alignment(tiny: Any, train: Trained):
+    """A stand-in that is aligned belongs to the model that was passed."""
+    with pytest.raises(CompatibilityError, match="aligned before it trains does not go with model_init; pass model"):
+        train(trainer={"model_init": lambda: base(tiny)}, strategy="proxy_sub_fm:retained=[0],r=2,distill_steps=2")
+
+
 def test_callbacks_see_the_run(train: Trained, tmp_path: Path):
     """A user's callback is called at every moment, sees the named terms, and finds each checkpoint in its place."""
     seen: list[str] = []

@@ -79,3 +79,10 @@ def test_text_without_classes_is_refused(model: Any):
         probe_model(model, "class_perplexity:max_classes=2", rows(), task=TASK)
     with pytest.raises(CompatibilityError, match="finds 1 different completions"):
         probe_model(model, "class_perplexity", rows()[1:2], task=TASK)
+
+
+def test_rows_without_labels_are_refused(model: Any):
+    """In a line that says what they have."""
+    bare = [{key: value for key, value in row.items() if key != "labels"} for row in rows()]
+    with pytest.raises(CompatibilityError, match="finds no labels among input_ids, attention_mask"):
+        probe_model(model, "class_perplexity", bare, task=TASK)

@@ -86,3 +86,10 @@ def test_one_class_is_refused(model: Any):
     rows = [row for row in ROWS if row["labels"] == ROWS[0]["labels"]]
     with pytest.raises(CompatibilityError, match="finds rows of 1 class"):
         probe_model(model, "data_perturbation", rows, task=TASK)
+
+
+def test_rows_without_labels_are_refused(model: Any):
+    """In a line that says what they have."""
+    rows = [{key: value for key, value in row.items() if key != "labels"} for row in ROWS]
+    with pytest.raises(CompatibilityError, match="finds no labels among input_ids"):
+        probe_model(model, "data_perturbation", rows, task=TASK)

@@ -517,6 +517,21 @@ def test_who_asks_for_hidden_states_gets_them() -> None:
     assert adapted().eval()(**batch).logits.shape == (24, 3)
 
 
+def test_who_looks_on_sees_the_whole_batch() -> None:
+    """A probe that hooks on to layers measures the same, whether or not batches may run in pieces."""
+    mask = (torch.arange(20) < torch.tensor([2, 20] * 12)[:, None]).long()
+    batch = {"input_ids": mask * 5, "attention_mask": mask, "task_ids": torch.arange(24) % 3}
+    seen: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+    for split in (True, False):
+        model = adapted().eval()
+        model.base_model.split = split
+        layer = model.base_model.model.bert.encoder.layer[0]
+        layer.register_forward_hook(lambda module, args, output, split=split: seen[split].append(output))
+        model(**batch)
+    assert [value.shape for value in seen[True]] == [(24, 20, 16)]
+    torch.testing.assert_close(seen[True], seen[False])
+
+
 def test_padding_on_the_left_is_kept() -> None:
     """A row that ends where the batch ends needs all its positions."""
     mask = torch.zeros(32, 40, dtype=torch.long)

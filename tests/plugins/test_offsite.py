@@ -220,6 +220,14 @@ def test_a_run_stores_the_emulator_it_distilled(tmp_path: Path) -> None:
     assert not (folder / "strategy.safetensors").exists()
 
 
+def test_the_layers_between_join_a_stand_in_of_less_precision() -> None:
+    """A stand-in in bfloat16 answers as the full model in bfloat16 does."""
+    strategy, proxy, run = prepared("bert")
+    with strategy.whole(proxy.to(torch.bfloat16), run) as full:
+        found = answers(full, "bert")
+    torch.testing.assert_close(found, answers(build("bert").to(torch.bfloat16), "bert"))
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -106,7 +106,7 @@ def _study(asked: argparse.Namespace) -> int:
     )
     folder: Path = asked.output_dir
     runs = pretrain(pretraining, folder, lambda line: print(line, file=sys.stderr))
-    points = find_points(runs=[str(run) for run in runs])
+    points = find_points([str(run) for run in runs])
     held = held_out(pretraining, folder, asked.held_out_samples)
 
     probe = {"name": "gaussian", "gammas": asked.gammas, "draws": asked.draws}
@@ -154,7 +154,7 @@ def _plan(asked: argparse.Namespace, pretraining: Pretraining, runs: Sequence[Pa
     return make_plan(
         {
             "name": "fine_tuning",
-            "runs": [str(run) for run in runs],
+            "models": [str(run) for run in runs],
             "learning_rates": asked.learning_rates,
             "seeds": asked.seeds,
             "in_domain": {

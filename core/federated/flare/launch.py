@@ -52,7 +52,9 @@ def run_site(kit: Path, recipe: Path) -> NoReturn:
 def _take(recipe: Path, kit: Path) -> None:
     need_flare()
     read_federated_options(recipe, [])
-    shutil.copyfile(recipe, kit / "local" / RECIPE)
+    temporary = kit / "local" / f".{RECIPE}.{os.getpid()}"
+    shutil.copyfile(recipe, temporary)
+    temporary.replace(kit / "local" / RECIPE)
 
 
 def _become(module: str, kit: Path, start: str, more: Sequence[str]) -> NoReturn:

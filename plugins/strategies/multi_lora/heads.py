@@ -133,3 +133,13 @@ def _copy(module: nn.Module) -> nn.Module:
         path, _, own = name.rpartition(".")
         setattr(copied.get_submodule(path), own, nn.Parameter(value))
     return copied
+
+
+def outside_backbone(model: Any) -> list[str]:
+    """Return the children of a transformers model, other than its backbone, that have parameters."""
+    backbone = getattr(model, "base_model_prefix", "")
+    if not isinstance(getattr(model, backbone, None), nn.Module):
+        return []  # the model is the backbone
+    return [
+        name for name, child in model.named_children() if name != backbone and any(True for _ in child.parameters())
+    ]

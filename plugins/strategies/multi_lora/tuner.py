@@ -6,59 +6,21 @@ adapter holds all tasks: A once, B_i and head_i per task, in one ``adapter_model
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import torch
 from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
-from torch.nn import functional
-from transformers.utils.generic import ModelOutput
 
 from ....registry.context import Task, TaskKind
 from ....registry.errors import CompatibilityError, DataError
 from .config import PEFT_TYPE, MultiLoraConfig
-from .heads import TaskHeads, fresh_heads
+from .forward import JointForward
+from .heads import TaskHeads, fresh_heads, outside_backbone
 from .layers import ADAPTABLE, MultiLoraLayer, features
-from .losses import task_losses
-from .routing import Groups, Router
-from .splitting import pieces
-
-
-@dataclass
-class JointOutput(ModelOutput):
-    """What a model of several tasks returns where it was given labels.
-
-    Attributes:
-        loss: the sum of the tasks' mean losses.
-        logits: shape (rows, widest label space), or (rows, positions, vocabulary).
-        task_losses: each task's mean loss over its own rows, shape (tasks,), 0 without a row; while training only.
-        past_key_values, hidden_states, attentions: the base model's.
-    """
-
-    loss: torch.Tensor | None = None
-    logits: torch.Tensor | None = None
-    task_losses: torch.Tensor | None = None
-    past_key_values: Any = None
-    hidden_states: Any = None
-    attentions: Any = None
-
-
-class JointForward:
-    """The ``forward`` of a base model whose rows belong to several tasks; to who asks, it has the base model's signature."""
-
-    def __init__(self, tuner: MultiLoraModel) -> None:
-        self.tuner = tuner
-        self.__signature__ = inspect.signature(tuner.model.forward)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the base model."""
-        return self.tuner.run(*args, **kwargs)
+from .routing import Router
 
 
 class MultiLoraModel(BaseTuner):
@@ -153,60 +115,6 @@ class MultiLoraModel(BaseTuner):
                 wrapper.set_adapter(adapter_name, inference_mode=True)
         # An attribute of the instance, not a hook: a hook could not run the model in pieces.
         model.forward = JointForward(self)
-
-    # ---- a forward pass
-
-    def run(self, *args: Any, task_ids: torch.Tensor | None = None, **kwargs: Any) -> Any:
-        """Run the base model on rows of several tasks; see :class:`MultiLoraModel`."""
-        base = partial(type(self.model).forward, self.model)
-        if len(self.tasks) == 1 and task_ids is None:
-            self.router.groups = None  # one task: the base model's own loss is the task's
-            return base(*args, **kwargs)
-        labels = kwargs.pop("labels", None)
-        batch = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
-        groups = self.router.route(task_ids, len(batch))
-        found = None if args or task_ids is None else self._in_pieces(base, task_ids, kwargs)
-        output: Any = base(*args, **kwargs) if found is None else JointOutput(logits=found)
-        if labels is None:
-            return output
-        losses = self._losses(output.logits, labels, groups)
-        total = losses.sum()
-        if self.model.training and not total.requires_grad:  # no row of a task that trains
-            total = total + torch.zeros_like(total, requires_grad=True)
-            losses = losses + total * 0
-        kept = {name: output.get(name) for name in ("past_key_values", "hidden_states", "attentions")}
-        return JointOutput(
-            loss=total, logits=output.logits, task_losses=losses if self.model.training else None, **kept
-        )
-
-    def _losses(self, logits: torch.Tensor, labels: torch.Tensor, groups: Groups) -> torch.Tensor:
-        found = task_losses(logits, labels, self.tasks, groups)
-        zero = torch.zeros_like(next(iter(found.values())))
-        return torch.stack([found.get(number, zero) for number in range(len(self.tasks))])
-
-    def _in_pieces(self, base: Any, task_ids: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor | None:
-        """Return the logits of a batch that is faster in pieces, ``None`` for one that is not."""
-        mask = inputs.get("attention_mask")
-        if not self.split or self.router.everyone or self.tasks[0].kind.is_language_modelling:
-            return None
-        # Layers that run again in the backward pass would find the rows of the last piece.
-        if any(getattr(module, "gradient_checkpointing", False) for module in self.model.modules()):
-            return None
-        if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
-            return None
-        if inputs.get("output_hidden_states") or inputs.get("output_attentions"):  # as wide as the whole batch
-            return None
-        found = pieces(mask)
-        if not found:
-            return None
-        logits = []
-        for piece in found:
-            self.router.route(task_ids.index_select(0, piece.rows), len(piece.rows))
-            logits.append(base(**piece.of(inputs, *mask.shape)).logits)
-        width = max(part.shape[-1] for part in logits)
-        filled = [functional.pad(part, (0, width - part.shape[-1]), value=-torch.inf) for part in logits]
-        order = torch.cat([piece.rows for piece in found])
-        return torch.cat(filled).index_select(0, torch.argsort(order))
 
     # ---- choosing, adding, dropping tasks
 
@@ -329,16 +237,6 @@ def give_labels(config: Any, task: Task) -> None:
 def adaptable(model: nn.Module) -> list[str]:
     """Return the last parts of the names of the modules that can be adapted."""
     return sorted({name.rsplit(".", 1)[-1] for name, part in model.named_modules() if isinstance(part, ADAPTABLE)})
-
-
-def outside_backbone(model: Any) -> list[str]:
-    """Return the children of a transformers model, other than its backbone, that have parameters."""
-    backbone = getattr(model, "base_model_prefix", "")
-    if not isinstance(getattr(model, backbone, None), nn.Module):
-        return []  # the model is the backbone
-    return [
-        name for name, child in model.named_children() if name != backbone and any(True for _ in child.parameters())
-    ]
 
 
 def of(model: Any) -> MultiLoraModel:

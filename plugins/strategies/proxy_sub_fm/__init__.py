@@ -7,7 +7,8 @@ as it stands. It is as useful with one owner and no federation: tune a small sta
 ``config.intermediate_size`` goes on saying the model's width, since layers now differ in theirs; no file of a run holds the
 config of a sub-model. The sub-model is built anew from the base model whenever a run is loaded. What was taken out stays in
 host memory, once a process, for :meth:`ProxySubFm.export` and :meth:`ProxySubFm.whole`; those are the base model's own
-tensors, not copies, unless they lay elsewhere. Neurons that alignment has changed are files of the run, beside the adapter.
+tensors, not copies, unless they lay elsewhere. Neurons that an alignment before tuning
+(``distill_steps``) has changed are files of the run, beside the adapter.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from ....registry.errors import CompatibilityError
 from ....registry.hookspecs import hookimpl
 from ....registry.proxy import ProxyStrategy
 from ...adapters import add_lora, attention_projections, export_adapter, plug_adapter
-from ...distillation import Schedule, follow, hidden_states, modes_kept, real_tokens
+from ...distillation import Schedule, follow, hidden_states, modes_kept
+from ...readings import valid_positions
 from .alignment import count_idle, distillation_loss, idle_masks, weight_product
 from .neurons import Block, find_blocks, like, most, on_host, saliency, selected, with_parameters
 
@@ -232,7 +234,7 @@ class ProxySubFm(ProxyStrategy):
             proxy.train()
             states = hidden_states(proxy, layers, batch)
             mine = [weight_product(block) for block in blocks] if config.mu else []
-            real = real_tokens(batch, states[0])
+            real = valid_positions(batch, states[0])
             return distillation_loss(states, aims, real, mine, products, config.objective, config.mu)
 
         schedule = Schedule(

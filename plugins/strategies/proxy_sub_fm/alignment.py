@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from ...distillation import UNSEEN, modes_kept, real_tokens, state_distance
+from ...distillation import UNSEEN, modes_kept, state_distance
+from ...readings import valid_positions
 from .neurons import Block, most
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def count_idle(
     def watch(block: Block) -> Any:
         def hook(_module: nn.Module, args: tuple[Any, ...]) -> None:
             activation = args[0]  # what leaves by the block's last module: act(x W1), or act(gate) * up
-            real = real_tokens(current, activation)
+            real = valid_positions(current, activation)
             idle = (activation.abs() <= threshold)[real]
             counts[f"zeros.{block.layer}"] += idle.sum(0).double().cpu()
             if block is blocks[0]:

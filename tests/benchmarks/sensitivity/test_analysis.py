@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from tunery.benchmarks.sensitivity.analysis import IN_DOMAIN, OUT_OF_DOMAIN, analyse
 from tunery.benchmarks.sensitivity.cells import Scores
@@ -91,6 +95,50 @@ def test_one_seed_tells_no_scenario():
     """A rise of one run may be chance."""
     scores = {cell: found for cell, found in planted(SLOW, FALLS, RISES).items() if cell.seed == 0}
     assert analyse(scores, POINTS).scenario().startswith("no scenario can be told")
+
+
+def unordered():
+    """Return the analysis of scores that rise, of models whose names say nothing of an order."""
+    named = {point: Point(reference=f"org/{name}") for point, name in zip(POINTS, "edcba", strict=True)}
+    scores = planted(SLOW, FALLS, RISES)
+    return analyse({Cell(named[c.point], c.learning_rate, c.seed): s for c, s in scores.items()}, list(named.values()))
+
+
+def test_models_in_no_order_turn_nowhere():
+    """The place of a name in a list is nothing beyond which to degrade, nor a scenario of more pre-training."""
+    said = unordered().sentences()
+    assert len(said) == 1
+    assert said[0].startswith("distance grows as learning rate")
+    assert list(unordered().table()[0])[:2] == ["model", "in-domain before"]
+
+
+def test_one_place_turns_nowhere():
+    """There is none before it."""
+    scores = {cell: found for cell, found in planted(SLOW, FALLS, RISES).items() if cell.point == POINTS[0]}
+    said = analyse(scores, POINTS).sentences()
+    assert not any("up to" in line or "beyond" in line for line in said)
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_models_in_no_order_are_drawn_side_by_side(ordered: bool, tmp_path, monkeypatch: pytest.MonkeyPatch):
+    """No line joins them, none says where they turn, and each is called by its name."""
+    figures: list[Any] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: (figures.append(figure), path.write_bytes(b"")))
+    draw_all(analyse(planted(SLOW, FALLS, RISES), POINTS) if ordered else unordered(), tmp_path, "planted")
+    *over_models, distance = figures
+    axes = [ax for figure in over_models for ax in figure.axes]
+    names = [[text.get_text() for text in ax.get_xticklabels()] for ax in axes]
+    places = [line for ax in axes for line in ax.lines if len(line.get_xdata()) == len(POINTS)]
+    turns = [line for ax in axes for line in ax.lines if len(set(np.ravel(line.get_xdata()))) == 1]
+    joined = [line for line in places if line.get_linestyle() != "None"]
+    legend = [text.get_text() for text in distance.axes[0].get_legend().get_texts()]
+    if ordered:
+        assert names[0] == ["1B", "2B", "4B", "8B", "16B"] and joined and len(turns) == 1
+        assert legend[0] == "1B tokens"
+    else:
+        assert all(found == list("edcba") for found in names) and places and not joined and not turns
+        assert {ax.get_xlabel() for ax in axes} == {""}
+        assert legend == list("edcba")
 
 
 def test_pictures(tmp_path):

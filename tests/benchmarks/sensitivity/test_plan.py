@@ -52,6 +52,12 @@ def test_cells_are_points_times_rates_times_seeds_and_one_base_each():
     assert [cell.learning_rate for cell in cells[:3]] == [BASE, 1e-4, 1e-4]
 
 
+def test_other_seeds_do_not_score_the_checkpoint_anew():
+    """Without fine-tuning nothing is drawn, so the same cell stands for all of them."""
+    first, other = (make_plan({**PLAN, "seeds": seeds}) for seeds in ([0, 1], [5, 6]))
+    assert first.cells(first.points())[0] == other.cells(other.points())[0]
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -61,12 +67,26 @@ def test_cells_are_points_times_rates_times_seeds_and_one_base_each():
         ({"in_domain": {"dataset_nme": "x"}}, "did you mean 'dataset_name'"),
         ({"training": {"num_train_epoch": 1}}, "did you mean 'num_train_epochs'"),
         ({"name": "../x"}, "name"),
+        ({"metric": "accuracy"}, "metric"),
+        ({"training": {"train_file": "x"}}, "train_file.*give it under in_domain or out_of_domain"),
+        ({"training": {"split_seed": 1}}, "split_seed"),
+        ({"training": {"learning_rate": 1e-3}}, "learning_rate.*give learning_rates"),
+        ({"training": {"seed": 1}}, "seed.*give seeds"),
+        ({"training": {"model_name_or_path": "x"}}, "model_name_or_path.*give models"),
+        ({"training": {"model_revision": "x"}}, "model_revision.*give revisions"),
+        ({"training": {"probes": ["apoz"]}}, "every cell sets it itself"),
+        ({"training": {"probe_moments": ["end"]}}, "every cell sets it itself"),
+        ({"training": {"do_predict": False}}, "every cell sets it itself"),
+        ({"training": {"output_dir": "x"}}, "every cell sets it itself"),
+        ({"in_domain": {"learning_rate": 1e-3}}, "in_domain: no key 'learning_rate'"),
+        ({"out_of_domain": {"max_lenght": 1}}, "out_of_domain: no key 'max_lenght'.*did you mean 'max_length'"),
     ],
 )
 def test_wrong_plans(changes: dict, says: str):
     """The key and what is wrong with it."""
-    with pytest.raises(RecipeError, match=says):
+    with pytest.raises(RecipeError, match=says) as caught:
         make_plan({**PLAN, **changes})
+    assert len(str(caught.value).splitlines()) == 1
 
 
 def test_unknown_recipe():

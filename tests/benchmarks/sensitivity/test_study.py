@@ -19,7 +19,7 @@ from tunery.benchmarks.sensitivity import cells
 from tunery.benchmarks.sensitivity.cells import Scores, Study, run_cells
 from tunery.benchmarks.sensitivity.commands import study
 from tunery.benchmarks.sensitivity.plan import BASE, Plan, make_plan
-from tunery.registry.errors import DataError
+from tunery.registry.errors import DataError, TuneryError
 
 LETTERS = "abcdefgh"
 
@@ -172,6 +172,89 @@ def test_the_same_seed_gives_the_same_scores(plan: Plan, done: Path, tmp_path: P
     assert again == Study(plan, done).found(cell)[0]
 
 
+@pytest.fixture(scope="module")
+def classes(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    """A classification of letters: after a or b comes one token, after others two."""
+    folder = tmp_path_factory.mktemp("classes")
+    pick = random.Random(1)
+    for name, count in (("train", 48), ("validation", 8), ("test", 12)):
+        prompts = [pick.choices(LETTERS[:4], k=3) for _ in range(count)]
+        rows = [{"prompt": " ".join(p), "completion": "g" if p[-1] in "ab" else "h h"} for p in prompts]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    in_domain = {f"{name}_file": str(folder / f"{name}.jsonl") for name in ("train", "validation", "test")}
+    return make_plan(
+        {
+            **plan.model_dump(),
+            "runs": [plan.points()[0].reference],
+            "learning_rates": [1e-2],
+            "seeds": [0],
+            "metric": "class_perplexity",
+            "in_domain": {
+                **in_domain,
+                "task_kind": "causal_lm",
+                "text_columns": ["prompt", "completion"],
+                "max_length": 16,
+            },
+            "training": {**plan.training, "max_steps": 40},
+        }
+    )
+
+
+def class_scores(model: torch.nn.Module, file: str) -> tuple[float, float]:
+    """Return class perplexity and accuracy of the rows of a file, each row and class by itself."""
+    ids = {letter: number for number, letter in enumerate(LETTERS, start=2)}
+    nats, hits = [], []
+    for line in Path(file).read_text().splitlines():
+        row = json.loads(line)
+        prompt = [ids[letter] for letter in row["prompt"].split()]
+        scores = {}
+        for name in ("g", "h h"):
+            completion = [*(ids[letter] for letter in name.split()), 0]
+            with torch.no_grad():
+                log_p = model(torch.tensor([[*prompt, *completion]])).logits[0].double().log_softmax(-1)
+            each = [log_p[len(prompt) - 1 + place, token].item() for place, token in enumerate(completion)]
+            scores[name] = sum(each) / len(each)
+        nats.append(math.log(sum(map(math.exp, scores.values()))) - scores[row["completion"]])
+        hits.append(max(scores, key=scores.__getitem__) == row["completion"])
+    return math.exp(sum(nats) / len(nats)), sum(hits) / len(hits)
+
+
+def test_classes_are_scored_by_their_likelihood(classes: Plan, plan: Plan, tmp_path: Path):
+    """Before and after, on validation and test; the table has the accuracy, and what is said names the metric."""
+    analysis, failed = study(classes, tmp_path)
+    assert analysis is not None and not failed
+    base, tuned = (Study(classes, tmp_path).found(cell)[0] for cell in classes.cells(classes.points()))
+    model = LlamaForCausalLM.from_pretrained(classes.points()[0].reference)
+    assert (base.test, base.accuracy) == pytest.approx(class_scores(model, classes.in_domain["test_file"]), rel=1e-5)
+    assert base.validation == pytest.approx(class_scores(model, classes.in_domain["validation_file"])[0], rel=1e-5)
+    assert base.validation != base.test
+    assert tuned.test < 1.5 < base.test and tuned.validation < base.validation
+    assert base.out_of_domain > 5  # of text, whatever is scored in domain
+    (row,) = analysis.table()
+    assert (row["accuracy before"], row["accuracy tuned"]) == (base.accuracy, tuned.accuracy)
+    assert (row["in-domain before"], row["in-domain tuned"]) == (base.test, tuned.test)
+    assert analysis.title("in-domain perplexity") == "in-domain class perplexity"
+    other = make_plan({**classes.model_dump(), "metric": "perplexity"})
+    assert "metric" in Study(other, tmp_path).found(other.cells(other.points())[0])[1]
+
+
+def test_classes_that_are_none(classes: Plan, plan: Plan, tmp_path: Path):
+    """Refused before anything is trained."""
+    for changes, says in (
+        ({"in_domain": plan.in_domain}, "0 different completions.*text_columns"),
+        (
+            {
+                "in_domain": {**classes.in_domain, "text_columns": ["completion", "prompt"]},
+                "metric": "class_perplexity:max_classes=3",
+            },
+            "no classes",
+        ),
+        ({"metric": "class_perplexity:max_class=2"}, "did you mean 'max_classes'"),
+    ):
+        with pytest.raises(TuneryError, match=says):
+            Study(make_plan({**classes.model_dump(), **changes}), tmp_path)
+
+
 def test_data_without_a_perplexity(plan: Plan, tmp_path: Path):
     """A classification has to be written as prompt and completion."""
     (tmp_path / "rows.jsonl").write_text(
@@ -182,3 +265,19 @@ def test_data_without_a_perplexity(plan: Plan, tmp_path: Path):
         Study(wrong, tmp_path)
     with pytest.raises(DataError, match="out_of_domain names no data"):
         Study(plan.model_copy(update={"out_of_domain": {}}), tmp_path)
+
+
+def test_checkpoints_are_scored_in_the_precision_they_train_in(plan: Plan, done: Path, tmp_path: Path):
+    """As it is, a checkpoint has the loss of its weights in bfloat16; and is not taken for one in float32."""
+    half = plan.model_copy(update={"training": {**plan.training, "dtype": "bfloat16"}})
+    cell = plan.cells(plan.points())[0]
+    ((_, found),) = run_cells(Study(half, tmp_path), [cell], print)
+    model = LlamaForCausalLM.from_pretrained(cell.point.reference, dtype=torch.bfloat16)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(cell.point.reference)
+    texts = [json.loads(line)["text"] for line in Path(plan.out_of_domain["validation_file"]).read_text().splitlines()]
+    ids = torch.tensor([[*tokenizer(text).input_ids, 0] for text in texts])
+    with torch.no_grad():
+        losses = [model(input_ids=part, labels=part).loss.item() for part in ids.split(8)]
+    assert found.out_of_domain == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-4)
+    assert found.out_of_domain != scores_of(plan, done)[cell.name].out_of_domain
+    assert Study(half, done).found(cell)[1] == 'changed: training.dtype: nothing -> "bfloat16"'

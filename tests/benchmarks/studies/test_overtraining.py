@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pytest
@@ -152,6 +153,33 @@ def test_flags_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture
     assert capsys.readouterr().err.startswith("overtraining: no .txt or .jsonl in ")
     assert command.main(["--budgets", "many", "--output_dir", str(tmp_path / "out")]) == 2
     assert "'many' is no count" in capsys.readouterr().err
+
+
+def test_only_the_runs_of_this_study_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A folder's name is no pattern: what an earlier study left beside it stays out."""
+    runs = [tmp_path / "study*" / name for name in ("tokens1K", "tokens2K")]
+    for folder in (*runs, tmp_path / "study-before" / "tokens1K", tmp_path / "study*" / "gaussian"):
+        folder.mkdir(parents=True)
+    seen: list[Any] = []
+
+    def stop(points: Any, *_: Any) -> Any:
+        seen.extend(points)
+        raise RecipeError("stop")
+
+    def stop_plan(plan: Any, _: Any) -> Any:
+        return stop(plan.points())
+
+    for name, other in (("pretrain", lambda *_: runs), ("held_out", lambda *_: {}), ("measure_points", stop)):
+        monkeypatch.setattr(command, name, other)
+    call = ["--quick", "--output_dir", str(tmp_path / "study*")]
+    assert command.main(call) == 2
+    assert [Path(point.reference) for point in seen] == runs
+    seen.clear()
+    monkeypatch.setattr(command, "measure_points", lambda *_: [])
+    monkeypatch.setattr(command, "draw", lambda *_: True)
+    monkeypatch.setattr(command, "fine_tune", stop_plan)
+    assert command.main(call) == 2
+    assert [Path(point.reference) for point in seen] == runs
 
 
 @pytest.mark.slow

@@ -3,21 +3,41 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    ElectraConfig,
+    ElectraForSequenceClassification,
+    ViTConfig,
+)
 
 from tunery.core.context import infer_task
 from tunery.core.federated.arguments import build_federated_options
-from tunery.core.federated.cost import multiplications, predict
+from tunery.core.federated.cost import Cost, mean_length, multiplications, predict
 from tunery.core.federated.resident import Resident
+from tunery.core.federated.show import show_cost
 
 
-def resident(tiny: Any, strategy: str, **config: Any) -> tuple[Resident, Any]:
+def resident(
+    tiny: Any, strategy: str, keys: Mapping[str, Any] = MappingProxyType({}), **config: Any
+) -> tuple[Resident, Any]:
     options = build_federated_options(
-        tiny.given(strategy=strategy, max_steps=None, save_strategy=None, report_to=None, learning_rate=1e-3)
+        tiny.given(
+            **{
+                "strategy": strategy,
+                "max_steps": None,
+                "save_strategy": None,
+                "report_to": None,
+                "learning_rate": 1e-3,
+                **keys,
+            }
+        )
     )
     model = BertForSequenceClassification(BertConfig(vocab_size=50, max_position_embeddings=16, **config))
     return Resident(model, infer_task(model), None, None, options.run), options
@@ -49,6 +69,22 @@ def test_the_papers_settings_contradict_its_claim(tiny: Any):
     assert ratio == pytest.approx(0.5, abs=0.02)  # 6 d^2 instead of 12 d^2, and LoRA's own
 
 
+@pytest.mark.parametrize(
+    ("keys", "rows"),
+    [
+        ({"num_train_epochs": 3}, 3 * 18),
+        ({"max_steps": 10, "num_train_epochs": 3}, 2 * 18),  # batches of 4, 4, 4, 4 and 2 rows
+        ({"max_steps": 6, "gradient_accumulation_steps": 2}, 2 * 18),
+    ],
+)
+def test_rows_of_a_round(tiny: Any, keys: dict[str, Any], rows: int):
+    """A training step is two passes over its rows, and a round as many steps as the Trainer takes."""
+    shape = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 96}
+    full, options = resident(tiny, "full", keys, **shape)
+    cost = predict(full, [[{"input_ids": [1] * 7}] * 18], options)
+    assert cost.multiplications == pytest.approx(2 * rows * multiplications(full.model, full.trainer.run, 7))
+
+
 def test_predicted_is_measured(tiny: Any, run_federation, tmp_path: Path):
     """Bytes of a real federation, kind by kind, are those predicted."""
     strategy = "proxy_sub_fm:r=2,ratio=0.5,retained=[0],realign_every=2,realign_steps=3"
@@ -65,3 +101,32 @@ def test_predicted_is_measured(tiny: Any, run_federation, tmp_path: Path):
     assert measured["statistics_bytes"] == statistics / 4
     assert measured["seconds"] > 0
     assert predicted["multiplications"] > 0
+
+
+def test_what_cannot_be_counted_is_none(tiny: Any):
+    """Of an architecture whose layers are not known nothing is predicted; an image is as many tokens as patches and one."""
+    full, _ = resident(tiny, "full", hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    size = {"embedding_size": 16, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    electra = ElectraForSequenceClassification(ElectraConfig(vocab_size=50, intermediate_size=32, **size))
+    assert multiplications(electra, full.trainer.run, 7) == 0.0
+    sees = SimpleNamespace(config=ViTConfig(image_size=224, patch_size=16))
+    assert mean_length([[{"pixel_values": None}]], sees) == 14 * 14 + 1
+
+
+def test_the_table_of_a_dry_run(capsys: pytest.CaptureFixture[str]):
+    """Sizes in units, and one line where aligning takes more than the adapter."""
+    show_cost(
+        Cost(multiplications=1.5e9, adapter_bytes=2000, stand_in_bytes=3_000_000, alignment_bytes=2400.0, every=10)
+    )
+    told = capsys.readouterr().out
+    for words in (
+        "1.5e+09",
+        "2 kB",
+        "3 MB",
+        "alignment every 10 rounds, per round",
+        "2.4 kB",
+        "1.20 x the adapter's bytes",
+    ):
+        assert words in told
+    show_cost(Cost(multiplications=1.0, adapter_bytes=2000, stand_in_bytes=0, alignment_bytes=0.0, every=0))
+    assert "alignment" not in capsys.readouterr().out

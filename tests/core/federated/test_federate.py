@@ -131,6 +131,14 @@ def test_a_shared_model_changes_nothing(run_federation, tmp_path: Path, given):
     assert all(torch.equal(shared[name], other[name]) for name in shared)
 
 
+def test_many_clients_share_one_model(given, tmp_path: Path):
+    """However many there are, one model trains for all."""
+    federation = assemble(build_federated_options(given(tmp_path, num_clients=40)))
+    workers = in_process(federation, build_federated_options(given(tmp_path, num_clients=40))).workers.values()
+    assert len(workers) == 40
+    assert all(worker._resident is federation.resident for worker in workers)
+
+
 class Recorded:
     """An engine that keeps every byte clients send."""
 

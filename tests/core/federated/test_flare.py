@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from tunery.core.federated.arguments import read_federated_options
 from tunery.core.federated.engine import InProcess
+from tunery.core.federated.flare import launch
 from tunery.core.federated.flare.provision import CONTROLLER, EXECUTOR, Project, provision, read_project
 from tunery.core.federated.run import federate
 from tunery.core.federated.site import site_worker
@@ -70,6 +71,33 @@ def test_kits_are_tight(kits: Path):
         assert policy["project_admin"]["byoc"] == policy["project_admin"]["shell_commands"] == "none"
     server = json.loads((kits / "server" / "local" / "resources.json").read_text(encoding="utf-8"))
     assert server["servers"][0]["heart_beat_timeout"] == 120
+
+
+def test_a_recipe_is_taken_whole_or_not_at_all(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A copy that breaks off leaves the recipe a site was started with; a whole one takes its place, and nothing beside it."""
+    kit, recipe = tmp_path / "kit", tmp_path / "site.yaml"
+    for folder in ("startup", "local"):
+        (kit / folder).mkdir(parents=True)
+    (kit / "startup" / "fed_client.json").write_text('{"client": {"fqsn": "north"}}', encoding="utf-8")
+    taken = kit / "local" / "tunery.yaml"
+    taken.write_text("old: recipe", encoding="utf-8")
+    recipe.write_text(json.dumps(tiny.given(save_strategy=None, output_dir=str(tmp_path))), encoding="utf-8")
+    started: list[list[str]] = []
+    monkeypatch.setattr(launch, "need_flare", lambda: None)
+    monkeypatch.setattr(os, "execv", lambda program, command: started.append(command))
+
+    def breaks_off(source: Path, target: Path) -> None:
+        target.write_text(source.read_text(encoding="utf-8")[:20], encoding="utf-8")
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no space left"):
+        patch.setattr(shutil, "copyfile", breaks_off)
+        launch.run_site(kit, recipe)
+    assert taken.read_text(encoding="utf-8") == "old: recipe" and not started
+    launch.run_site(kit, recipe)
+    assert taken.read_text(encoding="utf-8") == recipe.read_text(encoding="utf-8")
+    assert [path.name for path in taken.parent.iterdir()] == ["tunery.yaml"]
+    assert "uid=north" in started[0] and str(kit) in started[0]
 
 
 @pytest.fixture

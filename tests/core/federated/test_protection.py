@@ -22,6 +22,11 @@ def test_off_is_off():
     assert torch.equal(Protection(clip_norm=1.0).statistics(AFTER, seeded())["a"], AFTER["a"])
 
 
+def test_nothing_told_is_nothing_to_clip():
+    """A client without statistics sends none, whatever its clip norm."""
+    assert Protection(statistics_clip_norm=1.0, noise_multiplier=1.0).statistics({}, seeded()) == {}
+
+
 @pytest.mark.parametrize(("norm", "scale"), [(1.0, 0.2), (5.0, 1.0), (50.0, 1.0)])
 def test_clipping_scales_the_change(norm: float, scale: float):
     """The change keeps its direction and gets at most the norm, over all tensors together."""

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification, BertConfig, BertModel, set_seed
 
+from tunery.core.data import encode, load_tasks
+from tunery.core.federated.arguments import build_federated_options
 from tunery.core.federated.payload import Payload
-from tunery.core.federated.run import in_process
+from tunery.core.federated.run import assemble, in_process
+from tunery.core.federated.server import Server
+from tunery.core.finished import export_run
+from tunery.core.models import load_processor
 from tunery.registry.errors import RecipeError
 
 KEYS = {"strategy": "half_width:every=2", "server_fraction": 0.25, "num_rounds": 5, "client_fraction": 0.5}
@@ -131,6 +139,25 @@ def test_a_server_without_rows_is_told(half_width, run_federation, tmp_path: Pat
         run_federation(tmp_path / "run", **{**KEYS, "server_fraction": 0.0})
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"server_fraction": 0.0}, "give server_data or server_fraction"),
+        ({"clip_norm": 1.0, "noise_multiplier": 0.1}, "give statistics_clip_norm"),
+    ],
+)
+def test_refused_before_the_stand_in_is_distilled(
+    changes: dict[str, Any], words: str, run_federation, given, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """What alignments during tuning need is looked for before anything is computed."""
+    monkeypatch.setattr(Server, "distill", lambda *_: pytest.fail("distilled"))
+    keys = {"strategy": "proxy_sub_fm:r=2,ratio=0.5,retained=[0],realign_every=2", "server_fraction": 0.2, **changes}
+    with pytest.raises(RecipeError, match=words):
+        run_federation(tmp_path / "run", **keys)
+    if "clip_norm" not in changes:  # never aligned: no rows needed
+        assert assemble(build_federated_options(given(tmp_path, **keys, num_rounds=2))).server_rows is None
+
+
 def test_server_data_from_a_file(half_width, run_federation, tmp_path: Path):
     """Rows of the server's own, without labels, from a file; with noise, statistics need a clip norm of their own."""
     own = tmp_path / "own.jsonl"
@@ -140,3 +167,37 @@ def test_server_data_from_a_file(half_width, run_federation, tmp_path: Path):
     assert run_federation(tmp_path / "few", **keys, max_server_samples=5)["distilled"] == {"rows": 5.0}
     with pytest.raises(RecipeError, match="give statistics_clip_norm"):
         run_federation(tmp_path / "noise", **keys, clip_norm=1.0, noise_multiplier=0.1)
+
+
+@pytest.fixture(scope="module")
+def deep_base(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with four layers, so that there is a middle to leave out, and weights so large that it is missed."""
+    folder = tmp_path_factory.mktemp("deep") / "base"
+    shutil.copytree(tiny.base, folder)
+    set_seed(0)
+    BertModel(BertConfig.from_pretrained(tiny.base, num_hidden_layers=4, initializer_range=0.5)).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "offsite:adapter_layers=[1,1],emulator_layers=1,r=2,distill_steps=2",
+        "proxy_sub_fm:r=2,ratio=0.5,retained=[0],distill_steps=2,realign_every=1,realign_steps=2",
+    ],
+)
+def test_scored_in_the_full_model(strategy: str, deep_base: Path, run_federation, given, tmp_path: Path):
+    """The result's metrics are those of the exported adapter in plain PEFT on the base model, over the validation rows."""
+    keys = {"strategy": strategy, "model_name_or_path": str(deep_base), "server_fraction": 0.2, "num_rounds": 2}
+    result = run_federation(tmp_path / "run", **keys, learning_rate=0.05)
+    options = build_federated_options(given(tmp_path / "run", **keys)).run
+    (data,) = load_tasks(options.data, seed=options.training.seed)
+    encoded = encode(data, load_processor(str(deep_base), data.task))
+    base = AutoModelForSequenceClassification.from_pretrained(deep_base)
+    plain = PeftModel.from_pretrained(base, export_run(tmp_path / "run", tmp_path / "out")).eval()
+    batch = encoded.data_collator([encoded.validation[index] for index in range(len(encoded.validation))])
+    with torch.no_grad():
+        found = plain(**batch)
+    assert found.loss.item() == pytest.approx(result["metrics"]["loss"], abs=1e-5)
+    right = (found.logits.argmax(-1) == batch["labels"]).float().mean().item()
+    assert right == pytest.approx(result["metrics"]["accuracy"], abs=1e-6)

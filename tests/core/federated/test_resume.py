@@ -18,6 +18,7 @@ from typing import Any, Self
 import pytest
 from safetensors.torch import load_file
 
+from tunery.core.federated.checkpoint import RoundLog
 from tunery.registry.errors import ArtifactError
 
 KEYS: dict[str, Any] = {
@@ -114,6 +115,38 @@ def test_damaged_checkpoints_are_refused(unbroken: Recorder, run_federation, tmp
     (adapter,) = run.glob("rounds/round-*/adapter.safetensors")
     adapter.write_bytes(adapter.read_bytes()[:-5])
     with pytest.raises(ArtifactError, match="it is damaged") as caught:
+        run_federation(run, **KEYS, resume_from_checkpoint="last")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda text: "".join(text.splitlines(keepends=True)[:-1]),
+        lambda text: text.replace("\n", "\n[1]\n", 1),
+        lambda text: text.replace('"round": 2', '"round": 3'),
+        lambda text: None,
+    ],
+)
+def test_damaged_logs_are_refused(damage: Callable[[str], str | None], unbroken: Recorder, tmp_path: Path):
+    """One that is cut short, not all rows, of other rounds or gone is one line, and is left as it is."""
+    path, text = tmp_path / "rounds.jsonl", damage((unbroken.folder / "rounds.jsonl").read_text(encoding="utf-8"))
+    if text is not None:
+        path.write_text(text, encoding="utf-8")
+    with pytest.raises(ArtifactError, match="it is damaged") as caught:
+        RoundLog(path).rewind(4)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+    assert (path.read_text(encoding="utf-8") if path.exists() else None) == text
+
+
+@pytest.mark.parametrize("text", ["{}", "[1]", '{"done": 4}'])
+def test_a_damaged_state_is_refused(text: str, unbroken: Recorder, run_federation, tmp_path: Path):
+    """A state that lacks what it should hold is one line."""
+    run = Path(shutil.copytree(unbroken.folder, tmp_path / "run"))
+    (path,) = run.glob("rounds/round-*/state.json")
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ArtifactError, match=r"state\.json.*it is damaged") as caught:
         run_federation(run, **KEYS, resume_from_checkpoint="last")
     assert "\n" not in str(caught.value)
 

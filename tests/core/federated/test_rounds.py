@@ -122,6 +122,38 @@ def test_a_round_with_too_few_is_repeated_with_others(run_federation, tmp_path: 
     assert rows[0]["attempts"] > 1 and set(rows[0]["left_out"]) <= set(acts)
 
 
+def test_repeated_tries_are_paid_for(run_federation, tmp_path: Path):
+    """Bytes and seconds of a round are those of all its tries, and what a client's round costs is by who was asked."""
+    acts = dict.fromkeys(["client-0", "client-1", "client-2"], poisoned)
+    asked: dict[str, list[Payload]] = {"sent": [], "replied": []}
+
+    def connect(federation: Any, options: Any) -> Any:
+        engine = sabotage(acts)(federation, options)
+        exchange = engine.exchange
+
+        def watched(op: str, requests: Any, timeout: Any) -> Any:
+            replies = exchange(op, requests, timeout)
+            if op == "train":
+                asked["sent"] += requests.values()
+                asked["replied"] += replies.values()
+            return replies
+
+        engine.exchange = watched
+        return engine
+
+    result = run_federation(tmp_path / "run", connect, min_clients=3, num_rounds=1, max_attempts=4)
+    (row,) = rows_of(tmp_path / "run")
+    assert row["attempts"] > 1 and row["asked"] == len(asked["sent"]) > 3
+    good = [reply for reply in asked["replied"] if all(value.isfinite().all() for value in reply.arrays.values())]
+    assert row["answered"] == len(good) > 3
+    for key, sent in (("down_adapter", asked["sent"]), ("up_adapter", asked["replied"])):
+        assert row["bytes"][key] == sum(message.nbytes("adapter") for message in sent)
+    assert row["client_seconds"] == pytest.approx(sum(float(reply.scalars["seconds"]) for reply in good))
+    measured = result["cost"]["measured"]
+    assert measured["adapter_bytes"] == result["cost"]["predicted"]["adapter_bytes"]
+    assert measured["seconds"] == pytest.approx(row["client_seconds"] / len(good))
+
+
 def test_nobody_left_is_an_error(run_federation, tmp_path: Path):
     """When every client fails, the federation stops in one line, and goes on from there when they are back."""
     acts = dict.fromkeys([f"client-{n}" for n in range(6)], crashed)
@@ -130,6 +162,21 @@ def test_nobody_left_is_an_error(run_federation, tmp_path: Path):
     assert "\n" not in str(caught.value)
     result = run_federation(tmp_path / "run", resume_from_checkpoint="last")
     assert result["rounds"] == 3
+
+
+def test_fewer_clients_than_a_round_needs(run_federation, tmp_path: Path):
+    """Where not as many clients came as the recipe counts on, nobody is asked to train."""
+
+    def connect(federation: Any, options: Any) -> Any:
+        engine = in_process(federation, options)
+        for name in ("client-0", "client-1", "client-2"):
+            del engine.workers[name]
+        return engine
+
+    with pytest.raises(FederationError, match="a round asks 2 of the 3 clients there are, and min_clients=3") as caught:
+        run_federation(tmp_path / "run", connect, min_clients=3)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run" / "rounds").exists()
 
 
 def test_another_base_model_is_refused(run_federation, tmp_path: Path):

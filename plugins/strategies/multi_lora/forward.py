@@ -1,0 +1,109 @@
+"""A forward pass of rows that belong to several tasks: each through its task's B and head, then the tasks' losses."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+from transformers.utils.generic import ModelOutput
+
+from .losses import task_losses
+from .splitting import pieces
+
+if TYPE_CHECKING:
+    from .routing import Groups
+    from .tuner import MultiLoraModel
+
+
+@dataclass
+class JointOutput(ModelOutput):
+    """What a model of several tasks returns where it was given labels.
+
+    Attributes:
+        loss: the sum of the tasks' mean losses.
+        logits: shape (rows, widest label space), or (rows, positions, vocabulary).
+        task_losses: each task's mean loss over its own rows, shape (tasks,), 0 without a row; while training only.
+        past_key_values, hidden_states, attentions: the base model's.
+    """
+
+    loss: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+    task_losses: torch.Tensor | None = None
+    past_key_values: Any = None
+    hidden_states: Any = None
+    attentions: Any = None
+
+
+class JointForward:
+    """The ``forward`` of a base model whose rows belong to several tasks; to who asks, it has the base model's signature.
+
+    Args:
+        tuner: what adapts the base model; see :class:`MultiLoraModel`.
+    """
+
+    def __init__(self, tuner: MultiLoraModel) -> None:
+        self.tuner = tuner
+        self.__signature__ = inspect.signature(tuner.model.forward)
+
+    def __call__(self, *args: Any, task_ids: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        """Run the base model on rows of several tasks.
+
+        Raises:
+            DataError: a row of an unknown task, or rows without a task where none was chosen.
+        """
+        tuner, model = self.tuner, self.tuner.model
+        base = partial(type(model).forward, model)
+        if len(tuner.tasks) == 1 and task_ids is None:
+            tuner.router.groups = None  # one task: the base model's own loss is the task's
+            return base(*args, **kwargs)
+        labels = kwargs.pop("labels", None)
+        batch = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        groups = tuner.router.route(task_ids, len(batch))
+        found = None if args or task_ids is None else self._in_pieces(base, task_ids, kwargs)
+        output: Any = base(*args, **kwargs) if found is None else JointOutput(logits=found)
+        if labels is None:
+            return output
+        losses = self._losses(output.logits, labels, groups)
+        total = losses.sum()
+        if model.training and not total.requires_grad:  # no row of a task that trains
+            total = total + torch.zeros_like(total, requires_grad=True)
+            losses = losses + total * 0
+        kept = {name: output.get(name) for name in ("past_key_values", "hidden_states", "attentions")}
+        return JointOutput(loss=total, logits=output.logits, task_losses=losses if model.training else None, **kept)
+
+    def _losses(self, logits: torch.Tensor, labels: torch.Tensor, groups: Groups) -> torch.Tensor:
+        found = task_losses(logits, labels, self.tuner.tasks, groups)
+        zero = torch.zeros_like(next(iter(found.values())))
+        return torch.stack([found.get(number, zero) for number in range(len(self.tuner.tasks))])
+
+    def _in_pieces(self, base: Any, task_ids: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor | None:
+        """Return the logits of a batch that is faster in pieces, ``None`` for one that is not."""
+        tuner, model = self.tuner, self.tuner.model
+        mask = inputs.get("attention_mask")
+        if not tuner.split or tuner.router.everyone or tuner.tasks[0].kind.is_language_modelling:
+            return None
+        # Layers that run again in the backward pass would find the rows of the last piece.
+        if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+            return None
+        if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+            return None
+        if inputs.get("output_hidden_states") or inputs.get("output_attentions"):  # as wide as the whole batch
+            return None
+        # Who looks on at an evaluation must see the batch as it came.
+        if not model.training and any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()):
+            return None
+        found = pieces(mask)
+        if not found:
+            return None
+        logits = []
+        for piece in found:
+            tuner.router.route(task_ids.index_select(0, piece.rows), len(piece.rows))
+            logits.append(base(**piece.of(inputs, *mask.shape)).logits)
+        width = max(part.shape[-1] for part in logits)
+        filled = [functional.pad(part, (0, width - part.shape[-1]), value=-torch.inf) for part in logits]
+        order = torch.cat([piece.rows for piece in found])
+        return torch.cat(filled).index_select(0, torch.argsort(order))
