@@ -167,16 +167,25 @@ def test_failure_is_recorded(place: Any, run: Run):
     assert run(cell) is not None
 
 
-def test_learning_rate_search(place: Any, run: Run):
+@pytest.mark.parametrize(("metric", "better"), [("mse", min), ("spearman", max)])
+def test_learning_rate_search(metric: str, better: Callable[..., Any], place: Any, run: Run):
     """The rate with the best validation score is chosen, and the result is that of a run with it alone."""
-    searching = place.cells(
-        protocol=["dev_as_test", "learning_rate_search(1e-6, 3e-2)"], methods={"full": {"strategy": "full"}}
-    )
-    cell = searching[0]
+    for split in ("train", "validation"):
+        rows = [json.loads(line) for line in (place.data / "first" / f"{split}.jsonl").read_text().splitlines()]
+        numbers = [{"text": row["text"], "label": float(row["text"].count("a"))} for row in rows]
+        lines = "".join(f"{json.dumps(row)}\n" for row in numbers)
+        (place.folder / f"{split}.jsonl").write_text(lines, encoding="utf-8")
+    cell = place.cells(
+        tasks={"count": {"data_files": str(place.folder), "metrics": [metric]}},
+        protocol=["dev_as_test", "learning_rate_search(1e-6, 3e-2)"],
+        methods={"full": {"strategy": "full"}},
+    )[0]
     found = run(cell)
+    assert found["higher_is_better"] == (better is max)
     searched = found["run_info"]["learning_rate_search"]
     assert list(searched) == ["1e-06", "0.03"]
-    best = max(searched, key=lambda rate: searched[rate])
+    assert searched["1e-06"] != searched["0.03"]
+    best = better(searched, key=lambda rate: searched[rate])
     assert found["run_info"]["learning_rate"] == float(best)
     alone = dataclasses.replace(cell, pieces=("dev_as_test",), recipe={**cell.recipe, "learning_rate": float(best)})
     assert run(alone, place.folder / "alone")["metrics"] == found["metrics"]
