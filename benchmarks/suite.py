@@ -22,7 +22,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from ..core.artifacts import write_json
 from ..registry.catalog import Catalog
 from ..registry.errors import RecipeError, did_you_mean
-from ..registry.selection import parse_selection, read_yaml
+from ..registry.selection import configure, parse_selection, read_yaml
 from .protocols import Protocol, read_protocol
 from .results import SUITE, file_name
 
@@ -215,6 +215,8 @@ def with_methods(suite: Suite, asked: Sequence[str], catalog: Catalog) -> tuple[
 
     Raises:
         RecipeError: neither a method of the suite nor a plugin.
+        SelectionError: options that the plugin does not take.
+        PluginError: a plugin that failed to load, or that two distributions offer.
     """
     methods = dict(suite.methods)
     names = list(methods) if asked and asked[0].startswith("+") else []
@@ -236,6 +238,8 @@ def _plugin_as_method(text: str, suite: Suite, catalog: Catalog) -> tuple[str, K
         known = list(dict.fromkeys([*suite.methods, *plugins]))
         remedy = did_you_mean(selection.name, known) or "pip install the distribution that offers it"
         raise RecipeError(f"no method {selection.name!r}", known=known, remedy=remedy)
+    entry = catalog.find(kinds[0], selection.name)
+    configure(entry.cls, selection, owner=str(entry.origin))  # rather now than in every cell
     keys: Keys = {"strategy": text} if kinds[0] == "strategy" else {"strategy": "full", "regularizers": [text]}
     return re.sub(r"[^A-Za-z0-9_.+]+", "-", text).strip("-"), keys
 

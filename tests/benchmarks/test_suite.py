@@ -107,6 +107,8 @@ def test_any_plugin_is_a_method(place: Any):
     assert with_methods(suite, ["head"], catalog)[1] == ["head"]
     with pytest.raises(TuneryError, match=r"no method 'mixuot'; known: full, head, lora, .*did you mean 'mixout'"):
         with_methods(suite, ["mixuot"], catalog)
+    with pytest.raises(TuneryError, match="strategy 'lora' has no option 'zz'; known: r, "):
+        with_methods(suite, ["lora:zz=3"], catalog)
 
 
 def test_suite_file_of_the_results(place: Any):
