@@ -10,7 +10,8 @@ import torch
 import transformers
 from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
+from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
+from transformers.trainer_utils import align_special_tokens
 
 from ..registry.context import Task, TaskKind
 from ..registry.errors import RecipeError, did_you_mean
@@ -138,6 +139,15 @@ def load_processor(reference: str, task: Task, revision: str | None = None) -> A
     if getattr(processor, "pad_token", "") is None:
         processor.pad_token = processor.eos_token
     return processor
+
+
+def align_tokens(model: Any, processor: Any) -> None:
+    """Have a model's config name the special tokens of its tokenizer; transformers does so only when training begins.
+
+    A decoder's head reads the last token that is no pad, and so do plugins that look at its rows.
+    """
+    if isinstance(processor, (PreTrainedTokenizerBase, ProcessorMixin)) and hasattr(model, "config"):
+        align_special_tokens(model, processor)  # type: ignore[no-untyped-call]
 
 
 def _from_pretrained(cls: Any, reference: str, **kwargs: Any) -> Any:

@@ -28,6 +28,7 @@ from .artifacts import describe_base, manifest, read_manifest
 from .checkpointing import check_belongs
 from .context import infer_task, make_context
 from .joint import check_joint, clip_each
+from .models import align_tokens
 from .moments import Moments, ProbedTrainer
 from .objective import Objective, last_output
 from .probing import Snapshot
@@ -96,6 +97,7 @@ class PluginTrainerMixin(ProbedTrainer):
 
     def _equip(self, model: nn.Module, args: Any) -> nn.Module:
         """Give the model its strategy and regularizers, before anything is moved, sharded or wrapped."""
+        align_tokens(model, self._given.get("processing_class"))
         # Files hold the names of the live model. transformers writes those of the checkpoint the model came from
         # (BERT's LayerNorm.gamma), which its own resume then skips without an error.
         for module in model.modules():

@@ -21,6 +21,8 @@ from torch import nn
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    GPT2Config,
+    GPT2ForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
     T5Config,
@@ -31,6 +33,7 @@ from transformers import (
 import tunery
 from tunery.core.arguments import PluginArguments
 from tunery.core.artifacts import read_manifest
+from tunery.plugins.regularizers import mhloss
 from tunery.plugins.regularizers.l2_sp import L2SP
 from tunery.registry.context import TaskKind
 from tunery.registry.errors import AnatomyError, ArtifactError, CompatibilityError, RecipeError
@@ -315,6 +318,55 @@ def test_seq2seq(train: Trained, tmp_path: Path):
     trainer.save_model()
     again = T5ForConditionalGeneration.from_pretrained(tmp_path / "run")
     assert same(again.state_dict(), weights(trainer))
+
+
+# ---- decoders whose config names no pad token
+
+
+@pytest.fixture
+def decoder(train: Trained, rows: Any, tokenizer: Any) -> Trained:
+    """Train a GPT-2 classifier, which learns of a pad token from the tokenizer, on rows of different lengths."""
+
+    def cut(row: dict[str, Any], length: int) -> dict[str, Any]:
+        return {key: row[key][:length] for key in ("input_ids", "attention_mask")} | {"labels": row["labels"]}
+
+    def run(**given: Any) -> Any:
+        set_seed(0)
+        sizes = {"vocab_size": 16, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32, "initializer_range": 0.3}
+        dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        model = GPT2ForSequenceClassification(GPT2Config(**sizes, **dropout, bos_token_id=2, eos_token_id=3))
+        assert model.config.pad_token_id is None
+        lengths = [cut(row, 3 + number % 4) for number, row in enumerate(rows)]
+        parts = {"processing_class": tokenizer, "train_dataset": lengths, "eval_dataset": lengths}
+        return train(trainer=parts, model=model, **given)
+
+    return run
+
+
+def test_cached_features_are_those_of_the_last_token(decoder: Trained):
+    """They are kept of where the head reads."""
+    cached, plain = (decoder(strategy=f"head:cache={cache}", learning_rate=0.1) for cache in ("true", "false"))
+    assert logged(cached, "loss") == pytest.approx(logged(plain, "loss"), rel=1e-4)
+
+
+def test_regularizers_of_the_head_read_the_last_token(decoder: Trained, monkeypatch: pytest.MonkeyPatch):
+    """What MHLoss scores is, in the mean over its heads, what the model answers."""
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    pooled, task_loss = mhloss.pooled, mhloss.MHLoss.task_loss
+
+    def score(self: Any, batch: Any) -> Any:
+        with monkeypatch.context() as patch:
+            kept: list[torch.Tensor] = []
+            patch.setattr(mhloss, "pooled", lambda *given: kept.append(pooled(*given)) or kept[0])
+            loss = task_loss(self, batch)
+        seen.append((kept[0].unflatten(-1, (3, -1)).mean(1), batch.outputs["logits"]))
+        return loss
+
+    monkeypatch.setattr(mhloss.MHLoss, "task_loss", score)
+    decoder(strategy="full", regularizers=["mhloss:heads=3"])
+    assert len(seen) == 4
+    for found, expected in seen:
+        torch.testing.assert_close(found, expected)
 
 
 # ---- the rest of the Trainer's interface
