@@ -28,11 +28,13 @@ from .artifacts import (
 )
 from .artifacts import fingerprint as fingerprint_of
 from .context import make_context
-from .models import label_config, load_class, model_class
+from .models import align_tokens, label_config, load_class, model_class
 from .probing import Snapshot
 from .recipe import Recipe, choose
 from .weights import load_weights, name_revision
 from .wise_ft import check_share, interpolate
+
+_TOKENIZER = "tokenizer_config.json"
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ def load_run(folder: str | Path, *, with_reference: bool = False) -> LoadedRun:
     set_seed(manifest["seed"])
     whole = (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file()
     model = _empty_model(folder, base["class"]) if whole and not with_reference else _base_model(folder, manifest)
+    if (folder / _TOKENIZER).is_file():
+        align_tokens(model, AutoTokenizer.from_pretrained(folder))
     run = make_context(model, _Bare(seed=manifest["seed"]), tasks, base.get("revision"))
     if recipe.strategy is not None:
         model = recipe.strategy.prepare(model, run)
@@ -186,6 +190,6 @@ def _write(model: Any, folder: Path, target: Path, content: Mapping[str, Any]) -
 
 def _copy_processor(folder: Path, target: Path) -> None:
     """Write the tokenizer or image processor that a run saved beside its weights."""
-    for file, auto in (("tokenizer_config.json", AutoTokenizer), ("preprocessor_config.json", AutoImageProcessor)):
+    for file, auto in ((_TOKENIZER, AutoTokenizer), ("preprocessor_config.json", AutoImageProcessor)):
         if (folder / file).is_file():
             auto.from_pretrained(folder).save_pretrained(target)

@@ -227,7 +227,8 @@ def _trainer(
     split: str = "validation",
 ) -> Iterator[Trainer]:
     """Yield a trainer that only evaluates; ``source`` is where the tokenizer or image processor is, and its revision."""
-    rows = None if data is None else encode(data, load_processor(source[0], data.task, source[1]))
+    processor = None if data is None else load_processor(source[0], data.task, source[1])
+    rows = None if data is None else encode(data, processor)
     with tempfile.TemporaryDirectory() as folder:
         yield Trainer(
             model=model,
@@ -242,6 +243,7 @@ def _trainer(
             task=task,
             eval_dataset=None if rows is None else getattr(rows, split),
             data_collator=None if rows is None else rows.data_collator,
+            processing_class=processor,
             compute_metrics=compute_metrics(data.task) if data else None,
         )
 
