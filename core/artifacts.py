@@ -71,8 +71,8 @@ def folder_in_place(target: Path) -> Iterator[Path]:
 def fingerprint(model: nn.Module, run: RunContext) -> str:
     """Return a hash that tells base models apart: names, shapes and a sample of the pre-trained values.
 
-    The values are rounded to bfloat16 first, so that one model loaded in two precisions has one fingerprint; a fresh
-    head does not count.
+    The values are rounded to bfloat16 first, so that one model loaded in float32 and in bfloat16 has one fingerprint;
+    float16 rounds before, and may give another. A fresh head does not count.
     """
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
@@ -124,11 +124,12 @@ def describe_base(model: nn.Module, run: RunContext, reference: str | None) -> d
         run: the run.
         reference: the name, path or ``package:`` reference it was loaded from; default: what its config remembers.
     """
-    config = getattr(model, "config", None)
+    config, dtype = getattr(model, "config", None), getattr(model, "dtype", None)
     return {
         "name_or_path": reference or getattr(config, "_name_or_path", "") or "",
         "revision": run.revision,
         "class": type(model).__name__,
+        **({} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")}),
         "fingerprint": fingerprint(model, run),
     }
 

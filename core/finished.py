@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, set_seed
 
@@ -111,8 +112,9 @@ def _base_model(folder: Path, manifest: Mapping[str, Any]) -> Any:
             "the run does not name its base model", remedy="train from a hub name, folder or package: reference"
         )
     kwargs: dict[str, Any] = {} if task.kind.is_language_modelling or not task.num_labels else label_config(task)
+    dtype = getattr(torch, base.get("dtype", "auto"), "auto")  # the precision it was loaded in, perhaps not its files'
     revision = base.get("revision") or "main"
-    model = load_class(base["class"], base["name_or_path"], revision=revision, **kwargs)
+    model = load_class(base["class"], base["name_or_path"], revision=revision, dtype=dtype, **kwargs)
     if fingerprint_of(model, make_context(model, _Bare(seed=manifest["seed"]), [task])) != base["fingerprint"]:
         raise ArtifactError(
             f"{base['name_or_path']} is not the base model that {folder} was trained on",

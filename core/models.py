@@ -104,7 +104,8 @@ def load_class(class_name: str, reference: str, **kwargs: Any) -> Any:
     Raises:
         RecipeError: transformers has no such class, there is no such ``dtype``, or the model cannot be loaded.
     """
-    _check_dtype(kwargs.get("dtype", "auto"))
+    if not isinstance(kwargs.get("dtype"), torch.dtype):
+        _check_dtype(kwargs.get("dtype", "auto"))
     return _from_pretrained(model_class(class_name), reference, **kwargs)
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, GPT2Config, GPT2Model, set_seed
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertModel, GPT2Config, GPT2Model, set_seed
 
+from tunery.core.artifacts import write_json
 from tunery.core.finished import export_run, load_run
 from tunery.core.options import build_options
 from tunery.core.points import Point
@@ -48,3 +52,37 @@ def test_a_plain_decoder_is_probed_in_batches(decoder: Path, tiny: Any):
     data = {"train_file": str(tiny.rows), "max_length": 16}
     (measured,) = measure_points([Point(reference=str(decoder))], Settings(probe=GAUSSIAN, data=data, batch_size=4))
     assert {row["gamma"] for row in measured.rows if row["name"] == "loss"} == {0.0, 0.1}
+
+
+# ---- precision
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked"),
+    [(torch.bfloat16, "float32"), (torch.float32, "float16")],
+    ids=["more", "less"],
+)
+def test_an_adapter_stands_on_the_precision_it_was_trained_on(
+    stored: torch.dtype, asked: str, tiny: Any, tmp_path: Path
+):
+    """Whatever the files of its base model hold: the weights are those of the run, and so are the answers."""
+    base = tmp_path / "base"
+    BertModel.from_pretrained(tiny.base, dtype=stored).save_pretrained(base)
+    AutoTokenizer.from_pretrained(tiny.base).save_pretrained(base)
+    keys = {"strategy": "lora:r=2", "max_steps": 2, "model_name_or_path": str(base), "dtype": asked}
+    result = train(build_options(tiny.given(**keys, output_dir=str(tmp_path / "run"))))
+    loaded = load_run(tmp_path / "run")
+    assert loaded.manifest["base_model"]["dtype"] == asked
+    name = "bert.encoder.layer.0.output.dense.weight"
+    assert str(loaded.model.get_base_model().get_parameter(name).dtype) == f"torch.{asked}"
+    found = next(row for row in probe_run(GAUSSIAN, tmp_path / "run") if row["name"] == "loss" and row["gamma"] == 0)
+    assert found["value"] == pytest.approx(result["metrics"]["loss"], rel=1e-6)
+
+
+def test_a_manifest_without_a_precision_loads_the_files_own(finished: Finished, tmp_path: Path):
+    """As those have that an earlier version wrote."""
+    run = Path(shutil.copytree(finished("lora:r=2"), tmp_path / "run"))
+    content = json.loads((run / "tunery.json").read_text(encoding="utf-8"))
+    assert content["base_model"].pop("dtype") == "float32"
+    write_json(run / "tunery.json", content)
+    assert load_run(run).model.dtype == torch.float32
