@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, set_seed
 
@@ -35,7 +36,7 @@ from .recipe import Recipe, choose
 from .weights import load_weights, name_revision
 from .wise_ft import check_share, interpolate
 
-_TOKENIZER = "tokenizer_config.json"
+_TOKENIZER, _ADAPTER = "tokenizer_config.json", "adapter_config.json"
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,9 @@ class LoadedRun:
     """A run or checkpoint, loaded back.
 
     Attributes:
-        model: the model its strategy trained, in eval mode.
+        model: the model its strategy trained, or exported, in eval mode.
         run: its context.
-        recipe: its strategy, configured as it was.
+        recipe: its strategy, configured as it was; of an export nothing, since it is a model as any other.
         manifest: what ``tunery.json`` says.
         reference: the base model's own weights, if asked for (a ``Reference``).
     """
@@ -58,10 +59,10 @@ class LoadedRun:
 
 
 def load_run(folder: str | Path, *, with_reference: bool = False) -> LoadedRun:
-    """Load a run or checkpoint folder back: base model, strategy, trained weights.
+    """Load a run, checkpoint or export back: base model, strategy or plain adapter, trained weights.
 
     Args:
-        folder: what ``tunery train`` wrote, or a ``checkpoint-N`` inside it.
+        folder: what ``tunery train`` wrote, a ``checkpoint-N`` inside it, or what ``tunery export`` wrote.
         with_reference: keep the pre-trained values too; then also a fully fine-tuned run needs its base model.
 
     Raises:
@@ -70,17 +71,20 @@ def load_run(folder: str | Path, *, with_reference: bool = False) -> LoadedRun:
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
-    selection = strategy_of(manifest)
+    exported = manifest.get("exported", False)
     tasks, base = tasks_of(manifest), manifest["base_model"]
-    recipe = choose(strategy=selection)
+    recipe = choose(strategy=None if exported else strategy_of(manifest))
     set_seed(manifest["seed"])
-    whole = (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file()
+    adapted = (folder / _ADAPTER).is_file()
+    whole = (folder / "config.json").is_file() and not adapted
     model = _empty_model(folder, base["class"]) if whole and not with_reference else _base_model(folder, manifest)
     if (folder / _TOKENIZER).is_file():
         align_tokens(model, AutoTokenizer.from_pretrained(folder))
     run = make_context(model, _Bare(seed=manifest["seed"]), tasks, base.get("revision"))
     if recipe.strategy is not None:
         model = recipe.strategy.prepare(model, run)
+    elif exported and adapted:
+        model = _with_adapter(model, folder)
     reference = Snapshot(model, run.sharding) if with_reference else None
     load_weights(model, folder)
     return LoadedRun(model=model.eval(), run=run, recipe=recipe, manifest=manifest, reference=reference)
@@ -102,6 +106,17 @@ def _empty_model(folder: Path, class_name: str) -> Any:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ArtifactError(f"cannot read {folder / 'config.json'}: {first}") from None
     return model_class(class_name)._from_config(config)
+
+
+def _with_adapter(model: Any, folder: Path) -> nn.Module:
+    """Put an adapter of a folder's kind on a model, its parameters ready to train; its weights are loaded afterwards."""
+    try:
+        config = PeftConfig.from_pretrained(str(folder))
+        config.inference_mode, config.base_model_name_or_path = False, None
+        return get_peft_model(model, config)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ArtifactError(f"cannot use {folder / _ADAPTER}: {first}") from None
 
 
 def _base_model(folder: Path, manifest: Mapping[str, Any]) -> Any:
@@ -135,7 +150,7 @@ def export_run(
     """Write a run as what ``from_pretrained`` loads where tunery is not installed: a model, or a PEFT adapter.
 
     Args:
-        folder: a run or checkpoint.
+        folder: a run or checkpoint; not what was exported before.
         output_dir: a new folder.
         merge: fold an adapter into its base model.
         task: of several tasks, the one to write.
@@ -147,12 +162,14 @@ def export_run(
     folder, target = Path(folder), Path(output_dir)
     if wise_ft is not None:
         check_share(wise_ft)
+    if read_manifest(folder).get("exported"):
+        raise ArtifactError(f"{folder} is an export already", remedy="export the run it was made from")
     loaded = load_run(folder)
     strategy, run = loaded.recipe.strategy, loaded.run
     if task is not None:
         run = dataclasses.replace(run, tasks=(find_task(run.tasks, task, str(folder)),))
     model: Any = loaded.model if strategy is None else strategy.export(loaded.model, run, merge=merge)
-    content = {**loaded.manifest, "tasks": describe_tasks(run.tasks)}
+    content = {**loaded.manifest, "tasks": describe_tasks(run.tasks), "exported": True}
     if wise_ft is not None:
         interpolate(model, _base_model(folder, loaded.manifest).state_dict(), loaded.run, wise_ft)
         content["wise_ft"] = wise_ft

@@ -18,6 +18,7 @@ from tunery.core.options import build_options
 from tunery.core.points import Point
 from tunery.core.probe_points import Settings, measure_points, probe_run
 from tunery.core.run import train
+from tunery.registry.errors import ArtifactError
 
 Finished = Callable[[str], Path]
 GAUSSIAN = "gaussian:gammas=[0.1],draws=1"
@@ -86,3 +87,67 @@ def test_a_manifest_without_a_precision_loads_the_files_own(finished: Finished, 
     assert content["base_model"].pop("dtype") == "float32"
     write_json(run / "tunery.json", content)
     assert load_run(run).model.dtype == torch.float32
+
+
+# ---- exports
+
+
+def distance(folder: Path) -> float:
+    """Return how far the weights are from the pre-trained ones."""
+    return next(float(row["value"]) for row in probe_run("weight_distance", folder) if row["name"] == "distance")
+
+
+@pytest.mark.parametrize("strategy", ["full", "lora:r=2"])
+@pytest.mark.parametrize(
+    ("options", "share"),
+    [({}, 1.0), ({"merge": True}, 1.0), ({"wise_ft": 0.5}, 0.5), ({"wise_ft": 0.5, "merge": True}, 0.5)],
+    ids=["as trained", "merged", "half way", "half way, merged"],
+)
+def test_an_export_is_measured_like_its_run(
+    strategy: str, options: dict[str, Any], share: float, finished: Finished, tmp_path: Path
+):
+    """It stands where the run stands, or half as far."""
+    run = finished(strategy)
+    assert distance(export_run(run, tmp_path / "out", **options)) == pytest.approx(share * distance(run), rel=1e-4)
+    assert distance(run) > 0.01
+
+
+@pytest.fixture(scope="module")
+def several(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on two tasks of the same rows; only to read."""
+    folder = tmp_path_factory.mktemp("several") / "run"
+    keys = {"strategy": "multi_lora:r=2", "tasks": [{"name": "one"}, {"name": "two"}], "output_dir": str(folder)}
+    train(build_options(tiny.given(**keys)))
+    return folder
+
+
+@pytest.mark.parametrize("merge", [False, True], ids=["adapter", "merged"])
+def test_a_task_of_several_is_loaded_back(merge: bool, several: Path, tmp_path: Path):
+    """Kept apart or folded in, the export of a task gives the answers of the run's task; what others load of it too."""
+    out = export_run(several, tmp_path / "out", task="two", merge=merge)
+    given = AutoTokenizer.from_pretrained(out)(["a b c d", "e f"], padding=True, return_tensors="pt")
+    both = load_run(several).model
+    with torch.no_grad():
+        expected = both(**given, task_ids=torch.tensor([1, 1])).logits
+        loaded = load_run(out, with_reference=True)
+        torch.testing.assert_close(loaded.model(**given).logits, expected, rtol=0, atol=1e-5)
+    assert (loaded.recipe.strategy, [task.name for task in loaded.run.tasks]) == (None, ["two"])
+    assert distance(out) > 0.01
+
+
+def test_an_export_of_an_export_is_one_line(finished: Finished, tmp_path: Path, cli: Any):
+    """It says what to export instead."""
+    out = export_run(finished("lora:r=2"), tmp_path / "out")
+    code, _, err = cli("export", out, "--output_dir", tmp_path / "again", "--merge")
+    assert code == 2
+    assert "out is an export already; export the run it was made from" in err and err.count("\n") == 1
+    assert not (tmp_path / "again").exists()
+
+
+def test_a_damaged_adapter_config_is_one_line(finished: Finished, tmp_path: Path):
+    """It names the file."""
+    out = export_run(finished("lora:r=2"), tmp_path / "out")
+    (out / "adapter_config.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ArtifactError, match=r"cannot use .*adapter_config\.json") as error:
+        load_run(out)
+    assert "\n" not in str(error.value)
