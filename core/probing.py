@@ -79,6 +79,19 @@ def untouched(model: nn.Module) -> Iterator[None]:
             torch.cuda.set_rng_state_all(cuda)
 
 
+@contextmanager
+def _unequipped(model: nn.Module) -> Iterator[None]:
+    """Take back what a Trainer and accelerate note on a model and its config, with which another would go astray."""
+    owners = {id(owner): owner for module in model.modules() for owner in (module, getattr(module, "config", None))}
+    kept = [(vars(owner), dict(vars(owner))) for owner in owners.values() if hasattr(owner, "__dict__")]
+    try:
+        yield
+    finally:
+        for attributes, before in kept:
+            attributes.clear()
+            attributes.update(before)
+
+
 def measure(probe: Probe, subject: Subject) -> list[Measurement]:
     """Run one probe on ``subject``, in eval mode, and leave everything as it was."""
     with untouched(subject.model):
@@ -100,7 +113,7 @@ def probe_model(
     """Measure a bare model with one probe, no training; its weights stand for the pre-trained ones too.
 
     Args:
-        model: a ``PreTrainedModel`` or a ``PeftModel``, which is moved where a Trainer would train it.
+        model: a ``PreTrainedModel`` or a ``PeftModel``, which is moved where a Trainer would train it, and left as it was.
         probe: its selection, ``"gaussian:draws=3"`` or a dict.
         rows: the evaluation set, as a Trainer takes it, or a ``DataLoader`` of it, whose order and sampler are not looked
             at; ``None`` for probes that need none.
@@ -119,7 +132,7 @@ def probe_model(
     if isinstance(rows, DataLoader):
         batch_size = rows.batch_size or batch_size
         data_collator, rows = data_collator or rows.collate_fn, rows.dataset
-    with untouched(model), tempfile.TemporaryDirectory() as folder:
+    with _unequipped(model), untouched(model), tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
             model=model,
             args=TrainingArguments(

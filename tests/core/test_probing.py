@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import default_data_collator
 
+from tunery import Trainer, TrainingArguments
 from tunery.core.anatomy import find_anatomy
 from tunery.core.probing import MeasurementLog, Probing, Snapshot, measure, probe_model, shares, untouched
 from tunery.core.sharding import ModelSharding
@@ -252,6 +253,28 @@ def test_a_bare_model_is_probed_from_python(loader: bool):
     assert model.training
     assert torch.equal(torch.get_rng_state(), random_before)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_bare_model_trains_afterwards_as_it_would_have(tmp_path: Path):
+    """Neither it nor its config remembers the probe: a Trainer still finds it untouched, and trains it in bfloat16."""
+    tiny = MODELS["bert_classifier"]
+    model = tiny.load(base_model("bert_classifier", True))
+    model.config.use_cache = True
+    attributes, config = {id(module): dict(vars(module)) for module in model.modules()}, model.config.to_dict()
+    probe_model(model, "gaussian:gammas=[0.1],draws=1", tiny.rows(9))
+    assert model.config.to_dict() == config
+    for module in model.modules():
+        kept = attributes[id(module)]
+        assert vars(module).keys() == kept.keys()
+        assert all(value is kept[name] for name, value in vars(module).items())
+
+    seen: list[torch.dtype] = []
+    layer = model.get_submodule("bert.encoder.layer.0.output.dense")
+    layer.register_forward_hook(lambda _module, _given, output: seen.append(output.dtype))
+    given = {"max_steps": 1, "bf16": True, "use_cpu": True, "save_strategy": "no", "report_to": "none"}
+    arguments = TrainingArguments(output_dir=str(tmp_path), dataloader_pin_memory=False, disable_tqdm=True, **given)
+    Trainer(model=model, args=arguments, train_dataset=tiny.rows(9)).train()
+    assert set(seen) == {torch.bfloat16}
 
 
 def test_a_subject_has_the_evaluation_set(tmp_path: Path):
