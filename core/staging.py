@@ -121,6 +121,7 @@ def stage_arguments(args: Any, stage: Stage) -> Any:
     changed.output_dir = str(Path(args.output_dir or "tmp_trainer") / STAGES / stage.name)
     changed.strategy = changed.regularizers = changed.probes = None
     changed.eval_strategy = IntervalStrategy.NO
+    changed.eval_on_start = False
     changed.load_best_model_at_end = False
     changed.metric_for_best_model = None
     if args.save_strategy == SaveStrategy.BEST:

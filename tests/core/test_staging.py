@@ -240,6 +240,7 @@ def test_stage_arguments_leave_the_runs_alone(tmp_path: Path):
         num_train_epochs=2,
         learning_rate=0.5,
         eval_strategy="steps",
+        eval_on_start=True,
         use_cpu=True,
     )
     before = args.to_dict()
@@ -247,7 +248,7 @@ def test_stage_arguments_leave_the_runs_alone(tmp_path: Path):
     assert args.to_dict() == before
     assert (changed.num_train_epochs, changed.max_steps, changed.learning_rate) == (4, -1, 0.25)
     assert changed.output_dir == str(tmp_path / "stages" / "first")
-    assert changed.eval_strategy == "no"
+    assert (changed.eval_strategy, changed.eval_on_start) == ("no", False)
     same = stage_arguments(args, Stage(name="first"))
     assert (same.num_train_epochs, same.max_steps, same.learning_rate) == (2, 7, 0.5)
 
