@@ -168,24 +168,6 @@ def is_sharded(param: nn.Parameter) -> bool:
     return hasattr(param, "ds_tensor")
 
 
-def full_state_dict(model: nn.Module, only_trainable: bool = False) -> dict[str, torch.Tensor]:
-    """Collect parameters and persistent buffers on the CPU, on every rank, one parameter gathered at a time.
-
-    Args:
-        model: an unwrapped model.
-        only_trainable: leave out what does not require a gradient.
-    """
-    live = dict(model.named_parameters(remove_duplicate=False))
-    state: dict[str, torch.Tensor] = {}
-    for name, value in model.state_dict().items():
-        param = live.get(name)
-        if only_trainable and (param is None or not param.requires_grad):
-            continue
-        with nullcontext() if param is None else gather([param], modifier_rank=None):
-            state[name] = (value if param is None else param).detach().to("cpu", copy=True)
-    return state
-
-
 def load_full_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> tuple[list[str], list[str]]:
     """Load full tensors, also into a model that is sharded: one parameter is gathered at a time, rank 0's file counts.
 

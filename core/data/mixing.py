@@ -29,15 +29,13 @@ from .tasks import TaskData
 if TYPE_CHECKING:
     import numpy as np
 
-MIXINGS = ("proportional", "temperature", "round_robin", "size_capped")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Mixing:
     """How often the rows of each task come.
 
     Attributes:
-        name: one of ``MIXINGS``.
+        name: ``proportional``, ``temperature``, ``size_capped`` or ``round_robin``.
         temperature: T of ``temperature``.
         cap: rows of ``size_capped``.
     """

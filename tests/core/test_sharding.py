@@ -18,7 +18,6 @@ from tunery.core.sharding import (
     ModelSharding,
     adopted_parameters,
     companion_names,
-    full_state_dict,
     is_sharded,
     parameter_counts,
 )
@@ -157,9 +156,8 @@ def test_companion_hides_nothing_else(accompanied: Net):
 
 
 def test_companions_do_not_count(accompanied: Net):
-    """Neither in the parameter counts nor in the collected state."""
+    """They are no part of the model."""
     assert parameter_counts(accompanied) == parameter_counts(Net())
-    assert full_state_dict(accompanied).keys() == Net().state_dict().keys()
 
 
 def test_removing_restores(accompanied: Net, sharding: ModelSharding):
@@ -242,21 +240,7 @@ def test_adopted_goes_again(adopted: Net):
     assert vars(adopted.first).keys() == vars(plain.first).keys()
 
 
-# ---- collecting and counting
-
-
-def test_full_state_dict(net: Net):
-    """Parameters and saved buffers, as copies; tied names both; with ``only_trainable`` what trains."""
-    state = full_state_dict(net)
-    assert state.keys() == net.state_dict().keys()
-    assert all(torch.equal(value, net.state_dict()[name]) for name, value in state.items())
-    assert all(value.data_ptr() != net.state_dict()[name].data_ptr() for name, value in state.items())
-    assert set(full_state_dict(net, only_trainable=True)) == {
-        "first.weight",
-        "second.weight",
-        "second.bias",
-        "tied.weight",
-    }
+# ---- counting
 
 
 def test_parameter_counts(net: Net):
