@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -14,10 +17,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from ..registry.context import Stage
+from ..registry.context import Stage, Task
 from ..registry.errors import ArtifactError
-from .artifacts import MANIFEST, seal
-from .recipe import Recipe
+from .artifacts import MANIFEST, seal, strategy_of, tasks_of
+from .recipe import Recipe, choose
 from .sharding import ModelSharding, adopted_parameters, companion_names, is_sharded
 from .weights import STORED
 
@@ -174,7 +177,12 @@ def _on_host(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
 
 
 def check_belongs(
-    content: Mapping[str, Any], folder: Path, recipe: Recipe, base: Mapping[str, Any] | None, stage: Stage | None
+    content: Mapping[str, Any],
+    folder: Path,
+    recipe: Recipe,
+    tasks: Sequence[Task],
+    base: Mapping[str, Any] | None,
+    stage: Stage | None,
 ) -> None:
     """Check that a checkpoint, or a finished stage, belongs to the run that is to go on with it.
 
@@ -182,17 +190,21 @@ def check_belongs(
         content: its manifest.
         folder: where it lies.
         recipe: the run's plugins.
+        tasks: what the run's manifest says it is trained for.
         base: what the run's manifest says of its base model, where that can be compared.
         stage: the earlier stage that goes on with it, if it is not the run itself.
 
     Raises:
-        ArtifactError: it is of another strategy, stage or base model.
+        ArtifactError: it is of another strategy, other options of it, other tasks, or another stage or base model.
     """
     recorded, strategies = content["base_model"], [p["name"] for p in content["plugins"] if p["kind"] == "strategy"]
     if strategies != [chosen.entry.name for chosen in recipe.chosen if chosen.entry.kind == "strategy"]:
         raise ArtifactError(
             f"{folder} was trained with strategy {', '.join(strategies) or 'none'}", remedy="resume with the same one"
         )
+    _check_options(content, folder, recipe)
+    if stage is None:
+        _check_tasks(tasks_of(content), folder, tasks)
     known = None if stage is None else dataclasses.asdict(stage)
     if content.get("stage") != known:
         raise ArtifactError(
@@ -203,6 +215,46 @@ def check_belongs(
             f"{folder} was trained on another base model: {recorded['name_or_path'] or recorded['class']}",
             remedy="resume with the model it began with",
         )
+
+
+def _check_options(content: Mapping[str, Any], folder: Path, recipe: Recipe) -> None:
+    """Refuse to go on with other options of the strategy; one that the manifest does not know had its default."""
+    then = choose(strategy=strategy_of(content)).chosen
+    if not then:
+        return
+    # A manifest holds lists where a recipe may hold tuples.
+    old, new = (json.loads(json.dumps(item.options())) for item in (then[0], recipe.chosen[0]))
+    changed = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    if changed:
+        was, now = (",".join(f"{name}={options.get(name)}" for name in changed) for options in (old, new))
+        raise ArtifactError(
+            f"{folder} was trained with strategy {then[0].entry.name}:{was}, not {now}",
+            remedy="resume with the same options",
+        )
+
+
+def _check_tasks(then: Sequence[Task], folder: Path, now: Sequence[Task]) -> None:
+    """Refuse to go on with other labels or another kind of task; what a single task is called and scored by may change."""
+    several = max(len(then), len(now)) > 1
+    names = [[task.name for task in tasks] if several else [] for tasks in (then, now)]
+    was, other = (", ".join(found) for found in names)
+    if names[0] == names[1]:
+        changed = [(a, b) for a, b in zip(then, now, strict=True) if (a.kind, a.label_names) != (b.kind, b.label_names)]
+        if not changed:
+            return
+        was, other = _differences(*changed[0])
+    raise ArtifactError(f"{folder} was trained for {was}, not {other}", remedy="resume with the same tasks and labels")
+
+
+def _differences(then: Task, now: Task) -> list[str]:
+    """Return of each the kind, the name, and those labels that the other does not have in that place."""
+    pairs = [pair for pair in zip_longest(then.label_names, now.label_names) if pair[0] != pair[1]]
+    told = []
+    for side, task in enumerate((then, now)):
+        labels = ", ".join(pair[side] for pair in pairs if pair[side] is not None)
+        words = f"{task.kind.value} {task.name}" + (f" of {labels}" if labels else "")
+        told.append(shorten(words, 100, placeholder=" ..."))
+    return told
 
 
 def _tied_weights(model: nn.Module) -> Mapping[str, str]:

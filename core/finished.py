@@ -113,10 +113,11 @@ def _with_adapter(model: Any, folder: Path) -> nn.Module:
     try:
         config = PeftConfig.from_pretrained(str(folder))
         config.inference_mode, config.base_model_name_or_path = False, None
-        return get_peft_model(model, config)
+        adapted: nn.Module = get_peft_model(model, config)
     except (OSError, ValueError, KeyError, TypeError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ArtifactError(f"cannot use {folder / _ADAPTER}: {first}") from None
+    return adapted
 
 
 def _base_model(folder: Path, manifest: Mapping[str, Any]) -> Any:

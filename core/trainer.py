@@ -284,7 +284,7 @@ class PluginTrainerMixin(ProbedTrainer):
     def check_belongs(self, folder: Path) -> None:
         """Check that a checkpoint, or a finished stage, is one that this trainer can go on with; see the function."""
         base = None if self.model_init is not None else self._base
-        check_belongs(read_manifest(folder), folder, self.recipe, base, self._stage)
+        check_belongs(read_manifest(folder), folder, self.recipe, self._tasks, base, self._stage)
         if base is not None:
             self._check_adopted(folder)
 
