@@ -123,7 +123,7 @@ class Strategy(Plugin):
         return run.tasks
 
     def gradient_groups(self, model: nn.Module, run: RunContext) -> Sequence[Sequence[nn.Parameter]]:
-        """Return the parameters whose gradients are clipped together; none for all at once."""
+        """Return the parameters whose gradients are clipped together, and rest where they are zero; none for all at once."""
         return ()
 
     def keep_tasks(self, model: nn.Module, names: Mapping[str, str]) -> None:

@@ -182,6 +182,17 @@ def test_joint_run_is_each_tasks_run_alone(stage: str, frozen: str) -> None:
                 assert torch.equal(joint[name], start[name]), name
 
 
+@pytest.mark.parametrize("regularizers", [(), ("l2_sp:beta=0.5",)], ids=["plain", "l2_sp"])
+def test_tasks_without_rows_rest_wherever_they_train(regularizers: tuple[str, ...]) -> None:
+    """Steps of two rows leave one of three tasks out: two ranks, and two micro-batches, end as one process does."""
+    options = {"max_grad_norm": 0.0, "weight_decay": 0.1}
+    trial = Trial(strategy="multi_lora:r=4", regularizers=regularizers, tasks=3, batch=2, rows=36, options=options)
+    expected = trial.run().weights
+    for found in (trial.run("ddp").weights, trial.but(accumulation=2).run().weights):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+
+
 def test_counts_are_the_papers() -> None:
     """RoBERTa-base, query and value, r=8, k=8: A + 8 B is 1,327,104, 56.25 % of eight LoRAs' 2,359,296."""
     with torch.device("meta"):
