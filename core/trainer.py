@@ -109,6 +109,7 @@ class PluginTrainerMixin(ProbedTrainer):
         check_joint(self.run, args)
         self.recipe.check_loss(args)
         self._base = describe_base(model, self.run, self._base_reference)
+        self.recipe.check_base(self._base)
         strategy = self.recipe.strategy
         if strategy is not None:
             if isinstance(model, PeftModel):

@@ -118,6 +118,10 @@ class Strategy(Plugin):
         """
         return ()
 
+    def builds_on(self) -> str | None:
+        """Return the folder of the run whose weights this one begins with; its base model has to be the same."""
+        return None
+
     def tasks(self, run: RunContext) -> tuple[Task, ...]:
         """Return the tasks of the artefact: those of the run first, in their order, then any it held before."""
         return run.tasks

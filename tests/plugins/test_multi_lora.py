@@ -311,6 +311,18 @@ def test_added_task_leaves_the_others_files_as_they_are(stage: str, finished: Pa
         assert files_of(after, task, tmp_path / f"new-{task}") == old
 
 
+def test_a_run_on_another_base_model_is_not_added_to(finished: Path, tmp_path: Path) -> None:
+    """Of the same shapes, but other weights: its tasks would answer nonsense on this one."""
+    job = Trial(strategy={"name": "multi_lora", "r": 4, "add_to": str(finished)}).job("one", tmp_path)
+    other = MODELS["bert_classifier"].load(job.base)
+    with torch.no_grad():
+        other.bert.encoder.layer[0].intermediate.dense.weight.mul_(2)
+    args = tunery.TrainingArguments(**job.arguments())
+    with pytest.raises(ArtifactError, match=r"was trained on another base model: .*start from the model that run began"):
+        tunery.Trainer(model=other, args=args)
+    tunery.Trainer(model=MODELS["bert_classifier"].load(job.base), args=args)
+
+
 def test_dropped_and_renamed_tasks(finished: Path, tmp_path: Path) -> None:
     """What stays answers the same, under its new name and number, and its exports are the same bytes."""
     kept = tunery.keep_tasks(finished, tmp_path / "kept", {"task2": "two", "task0": "zero"})
@@ -339,7 +351,7 @@ def test_damaged_run_is_not_added_to(name: str, finished: Path, tmp_path: Path) 
     file = tmp_path / "damaged" / name
     file.write_bytes(file.read_bytes()[:100])
     selection = {"name": "multi_lora", "r": 4, "add_to": str(tmp_path / "damaged")}
-    with pytest.raises(ArtifactError, match="cannot be read") as error:
+    with pytest.raises(ArtifactError, match="cannot be read|is damaged") as error:
         Trial(strategy=selection).trainer(tmp_path / "run")
     assert "\n" not in str(error.value)
 

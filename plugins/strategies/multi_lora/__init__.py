@@ -115,6 +115,10 @@ class MultiLora(Strategy):
             self._take_over(adapted)
         return adapted
 
+    def builds_on(self) -> str | None:
+        """Return ``add_to``."""
+        return self.config.add_to
+
     def tasks(self, run: RunContext) -> tuple[Task, ...]:
         """Return the run's tasks, and behind them those of the run that is added to.
 
