@@ -318,7 +318,9 @@ def test_a_run_on_another_base_model_is_not_added_to(finished: Path, tmp_path: P
     with torch.no_grad():
         other.bert.encoder.layer[0].intermediate.dense.weight.mul_(2)
     args = tunery.TrainingArguments(**job.arguments())
-    with pytest.raises(ArtifactError, match=r"was trained on another base model: .*start from the model that run began"):
+    with pytest.raises(
+        ArtifactError, match=r"was trained on another base model: .*start from the model that run began"
+    ):
         tunery.Trainer(model=other, args=args)
     tunery.Trainer(model=MODELS["bert_classifier"].load(job.base), args=args)
 
@@ -351,7 +353,7 @@ def test_damaged_run_is_not_added_to(name: str, finished: Path, tmp_path: Path) 
     file = tmp_path / "damaged" / name
     file.write_bytes(file.read_bytes()[:100])
     selection = {"name": "multi_lora", "r": 4, "add_to": str(tmp_path / "damaged")}
-    with pytest.raises(ArtifactError, match="cannot be read|is damaged") as error:
+    with pytest.raises(ArtifactError, match=r"cannot be read|is damaged") as error:
         Trial(strategy=selection).trainer(tmp_path / "run")
     assert "\n" not in str(error.value)
 
