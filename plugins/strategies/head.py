@@ -6,7 +6,7 @@ The frozen encoder runs once for each row, not once for each epoch, seed and hea
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -48,7 +48,7 @@ class Head(Strategy):
         """
 
         cache: bool = True
-        cache_dir: str | None = None
+        cache_dir: str | None = field(default=None, metadata={"recorded": False})
 
     config: Config
 

@@ -52,6 +52,13 @@ def test_the_same_options_written_otherwise_are_the_same(strategy: object, finis
     check(finished(LORA) / "checkpoint-5", strategy, regularizers=["l2_sp"])
 
 
+def test_where_features_are_kept_is_no_part_of_a_run(finished: Finished, tmp_path: Path):
+    """A run may go on with another folder for them, and no file of it names one."""
+    run = finished("head")
+    check(run / "checkpoint-5", {"name": "head", "cache_dir": str(tmp_path)})
+    assert "cache_dir" not in (run / "tunery.json").read_text(encoding="utf-8")
+
+
 def test_lists_of_options_are_the_same_from_python(finished: Finished, tmp_path: Path):
     """Also those of PEFT that tunery passes on: a tuple there is a list in the manifest."""
     run = Path(shutil.copytree(finished("peft:peft_type=IA3"), tmp_path / "run"))
