@@ -149,12 +149,11 @@ def _queue(cells: Sequence[Any], folder: Path) -> list[Job]:
 
 def _run(queue: Sequence[Job], folder: Path, jobs: int, total: int) -> bool:
     """Run the queue with progress on a terminal, one line a cell elsewhere; return whether a cell failed."""
-    from rich.console import Console
-
+    from ..core.console import plain_console
     from .progress import progress
     from .runner import run_jobs
 
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    console = plain_console()
     if not queue:
         console.print(f"{total} cells of {folder} are done")
         return False

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 
 from ..registry.errors import RecipeError, did_you_mean
@@ -121,9 +122,9 @@ def probe_points(probe: str, asked: Asked, *, as_json: bool) -> int:
     measured: list[Measured] = []
     console = Console(stderr=True, highlight=False)
     with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task(probe, total=len(points))
+        task = bar.add_task(escape(probe), total=len(points))
         for one in measure_points(
-            points, settings, lambda point, number: bar.update(task, completed=number, description=point.label)
+            points, settings, lambda point, number: bar.update(task, completed=number, description=escape(point.label))
         ):
             measured.append(one)
             if one.error or one.note:
