@@ -19,10 +19,13 @@ if TYPE_CHECKING:
     from .runner import Job
 
 _FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
+_METHODS = "--methods lora, or a method in the suite's file"
 _INSTEAD = {  # of keys that a cell has from its suite
     "tasks": "--only 'TASK--*' chooses cells by their names",
     "seed": "--seeds 5 says how many, --seeds 0,4,7 which",
     "output_dir": "--results FOLDER says where results go",
+    "strategy": _METHODS,
+    "regularizers": _METHODS,
 }
 
 
