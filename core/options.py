@@ -22,7 +22,8 @@ from .arguments import PLUGIN_FIELDS, TrainingArguments
 from .data import DataArguments, Mixing
 from .data.arguments import choose_tasks
 
-_ARGUMENTS_DOC = "a recipe's keys are those of `tunery train --keys`"
+KEYS = "tunery train --keys"
+_ARGUMENTS_DOC = f"a recipe's keys are those of `{KEYS}`"
 # What transformers takes as it comes, and stops at only when the run has begun.
 _RANGES = {
     "per_device_train_batch_size": Ge(1),
@@ -254,8 +255,13 @@ def _check_reporting(training: TrainingArguments) -> None:
             raise RecipeError(f"report_to={name!r} is not installed or not known", known=known)
 
 
-def typed_arguments(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+def typed_arguments(cls: type, values: Mapping[str, Any], keys: str = KEYS) -> dict[str, Any]:
     """Return the values as the types of ``cls`` ask: YAML comes without types, and transformers checks few of them.
+
+    Args:
+        cls: the argument class.
+        values: of its fields.
+        keys: the command that lists them.
 
     Raises:
         RecipeError: a value that none of its type can be made of, or out of range.
@@ -270,7 +276,7 @@ def typed_arguments(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
             typed[name] = TypeAdapter(hints[name]).validate_python(values[name])
         except ValidationError as error:
             message = error.errors(include_url=False)[0]["msg"]
-            raise RecipeError(f"{name}={values[name]!r}: {message}", remedy="see tunery train --keys") from None
+            raise RecipeError(f"{name}={values[name]!r}: {message}", remedy=f"see {keys}") from None
     return typed
 
 

@@ -349,6 +349,28 @@ def test_merge_what_cannot_merge(finished: Any, place: Path, cli: Cli, listing: 
     assert listing(place) == before
 
 
+def test_output_dir_that_is_a_file(finished: Any, place: Path, cli: Cli, listing: Listing):
+    """Nor does a probe or an export end in a traceback where a file is in the way."""
+    (place / "taken").write_text("mine", encoding="utf-8")
+    before = listing(place)
+    for says, *command in (
+        (
+            "cannot write to taken; in ",
+            "probe",
+            "weight_distance",
+            "--model",
+            finished("full"),
+            "--output_dir",
+            "taken",
+        ),
+        ("cannot write taken/x: Not a directory; choose", "export", finished("full"), "--output_dir", "taken/x"),
+    ):
+        code, _, err = cli(*command)
+        assert code == 2
+        assert says in assert_one_line(err)
+        assert listing(place) == before
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -364,6 +386,12 @@ def test_merge_what_cannot_merge(finished: Any, place: Path, cli: Cli, listing: 
         (("probe", "weight_distance", "--model", "a", "--tokens", "many"), "'many' is no count; known: 1e9, 41B, 2.4T"),
         (("probe", "weight_distance", "--model", "a", "--dataset_nam", "x"), "did you mean 'dataset_name'?"),
         (("probe", "weight_distance", "--model", "no/such"), "no folder no/such"),
+        (
+            ("probe", "weight_distance", "--model", "a", "--per_device_eval_batch_size", "0"),
+            "per_device_eval_batch_size=0: Input should be greater than or equal to 1; see tunery probe --keys",
+        ),
+        (("probe", "weight_distance", "--model", "a", "--seed", "-1"), "seed=-1: Input should be greater than"),
+        (("probe", "weight_distance", "--model", "a", "--dtype", "float17"), "dtype='float17'; known: float32"),
     ],
 )
 def test_other_commands(arguments: tuple[str, ...], says: str, place: Path, cli: Cli):
