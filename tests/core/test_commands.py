@@ -401,6 +401,43 @@ def test_other_commands(arguments: tuple[str, ...], says: str, place: Path, cli:
     assert says in assert_one_line(err)
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("train", "recipe.yaml"), "no key 'num_clients'; in recipe.yaml; it is one of tunery federate RECIPE"),
+        (
+            ("train", "--num_clients", "3"),
+            "cannot read '--num_clients'; in the flags; it is one of tunery federate RECIPE",
+        ),
+        (("federate", "recipe.yaml", "--zzz"), "cannot read '--zzz'; in the flags; see tunery federate --keys"),
+        (
+            ("federate", "recipe.yaml", "--alpha", "much"),
+            "invalid float value: 'much'; in the flags; see tunery federate --keys",
+        ),
+        (
+            ("federate", "recipe.yaml", "--alpha", "-1"),
+            "alpha=-1.0: Input should be greater than 0; see tunery federate --keys",
+        ),
+        (
+            ("federate", "recipe.yaml", "--seed", "-1"),
+            "seed=-1: Input should be greater than or equal to 0; see tunery federate",
+        ),
+        (("federate", "recipe.yaml", "--optim", "adamq"), "invalid choice: 'adamq'"),
+        (
+            ("federate", "provison", "project.yaml"),
+            "no recipe provison; known: provision, server, site, submit; did you mean 'provision'?",
+        ),
+    ],
+)
+def test_federated_keys(words: tuple[str, ...], says: str, tiny: Any, place: Path, cli: Cli):
+    """Where rounds are meant, what is wrong with their keys names the command that lists them."""
+    recipe(place, {"num_clients": 4, **tiny.given(output_dir="out")})
+    code, _, err = cli(*words)
+    assert code == 2
+    assert says in assert_one_line(err)
+    assert ("train --keys" in err) is False
+
+
 def test_keys_of_probe(cli: Cli):
     """Listed without a probe; a run's length does not say which step it stands at."""
     code, out, err = cli("probe", "--keys")

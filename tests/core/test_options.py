@@ -158,6 +158,15 @@ def test_missing_model(tmp_path: Path):
         build_options({"output_dir": str(tmp_path)})
 
 
+def test_unknown_keys_from_python(tmp_path: Path):
+    """A key that no argument has is refused, not dropped."""
+    given = {"model_name_or_path": "base", "output_dir": str(tmp_path), "use_cpu": True}
+    options = build_options(given)
+    for make in (lambda: build_options({**given, "max_step": 3}), lambda: options.replace(max_step=3)):
+        with pytest.raises(RecipeError, match=r"no key 'max_step'; .*did you mean 'max_steps'\?"):
+            make()
+
+
 def test_help_lists_every_key():
     """``--keys`` names each key of the three argument classes once."""
     names = re.findall(r"^  --(\w+)", help_text(), flags=re.MULTILINE)
