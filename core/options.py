@@ -74,7 +74,7 @@ class RunArguments:
     )
 
 
-_CLASSES = (RunArguments, DataArguments, TrainingArguments)
+CLASSES = (RunArguments, DataArguments, TrainingArguments)
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def check_keys(keys: Iterable[str], owner: str, more: Sequence[type] = ()) -> No
     Raises:
         RecipeError: naming the first, and the known key nearest to it.
     """
-    known = {item.name for cls in (*more, *_CLASSES) for item in dataclasses.fields(cls)}
+    known = {item.name for cls in (*more, *CLASSES) for item in dataclasses.fields(cls)}
     for key in keys:
         if key not in known:
             raise RecipeError(f"no key {key!r}", owner=owner, remedy=_nearest(key, known, more))
@@ -237,7 +237,7 @@ def build_options(given: Mapping[str, Any], keys: str = KEYS) -> Options:
     check_keys(given, "the arguments")
     parts = []
     settled = {**_quiet_defaults(), **given}
-    for cls in _CLASSES:
+    for cls in CLASSES:
         fields = [item for item in dataclasses.fields(cls) if item.init]
         for name in (item.name for item in fields if _is_required(item)):
             if name not in settled:
@@ -302,27 +302,10 @@ def _is_required(item: dataclasses.Field[Any]) -> bool:
 
 
 def _parser(more: Sequence[type] = ()) -> Parser:
-    parser = Parser((*more, *_CLASSES), add_help=False, allow_abbrev=False, owner=_listed_by(more))
+    parser = Parser((*more, *CLASSES), add_help=False, allow_abbrev=False, owner=_listed_by(more))
     for action in parser._actions:
         if action.dest == "resume_from_checkpoint":
             action.nargs, action.const = "?", "last"  # the bare flag: from where the run stopped
         if action.dest == "tasks":
             action.type = str
     return parser
-
-
-def help_text(more: Sequence[type] = ()) -> str:
-    """Return every key with its type's default and its help, grouped by argument class."""
-    return describe_keys((*more, *_CLASSES))
-
-
-def describe_keys(classes: Sequence[type]) -> str:
-    """Return the keys of argument classes with their help."""
-    lines = []
-    for cls in classes:
-        lines.append(f"\n{cls.__name__}")
-        for item in dataclasses.fields(cls):
-            if item.init and not item.name.startswith("_"):
-                text = " ".join(str(item.metadata.get("help", "")).split())
-                lines.append(f"  --{item.name}  {text}")
-    return "\n".join(lines)

@@ -20,7 +20,8 @@ from .artifacts import write_json
 from .console import show_measurements
 from .curves import RESULTS, draw, sentences, summary, table
 from .data import DataArguments
-from .options import Parser, describe_keys, typed_arguments
+from .keys import describe_keys
+from .options import Parser, typed_arguments
 from .points import find_points
 from .probe_points import Measured, Settings, measure_points
 
