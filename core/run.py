@@ -55,6 +55,8 @@ _EARLIER = (*_FILES, "baselines", STAGES, "checkpoint-*", "*.safetensors", "adap
 def train(options: Options) -> dict[str, Any]:
     """Train, evaluate and save one run; return what ``result.json`` holds.
 
+    ``train_loss`` and ``seconds`` are those since the run was last resumed.
+
     Raises:
         TuneryError: anything a user can mend; nothing has been trained then.
     """
