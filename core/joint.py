@@ -31,6 +31,11 @@ def check_joint(run: RunContext, args: Any) -> None:
             f"label_smoothing_factor={args.label_smoothing_factor} with {len(run.tasks)} tasks",
             remedy="set it to 0: transformers smooths over all label spaces at once",
         )
+    if run.sharding.zero_stage:
+        run.logger.warning(
+            "on DeepSpeed a task without rows in a step still takes the optimizer's momentum and weight decay: "
+            "mixing=round_robin, with a row of every task in a batch, leaves none out"
+        )
 
 
 def best_alone(task: Task, joint: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import transformers
 from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 
 from ..registry.context import Task, TaskKind
 from ..registry.errors import RecipeError, did_you_mean
@@ -51,7 +52,8 @@ def load_model(reference: str, task: Task, revision: str | None = None, dtype: s
     """Load a model with the head of ``task``; a head the checkpoint lacks is drawn from torch's current seed.
 
     Raises:
-        RecipeError: no such model, no such head for it, or files that cannot be read.
+        RecipeError: no such model, no such head for it, an encoder for causal language modelling, or files that cannot be
+            read.
     """
     if task.kind not in _AUTO:
         raise RecipeError(f"no head for task kind {task.kind.value!r}", known=[kind.value for kind in _AUTO])
@@ -59,7 +61,9 @@ def load_model(reference: str, task: Task, revision: str | None = None, dtype: s
     kwargs: dict[str, Any] = {"revision": revision or "main", "dtype": dtype}
     if not task.kind.is_language_modelling:
         kwargs |= label_config(task)
-    return _from_pretrained(_AUTO[task.kind], reference, **kwargs)
+    model = _from_pretrained(_AUTO[task.kind], reference, **kwargs)
+    _check_direction(model.config, reference, task)
+    return model
 
 
 def empty_model(reference: str, task: Task, revision: str | None = None, dtype: str = "float32") -> Any:
@@ -72,9 +76,20 @@ def empty_model(reference: str, task: Task, revision: str | None = None, dtype: 
         return load_model(reference, task, revision, dtype)  # which says what is wrong
     labels = {} if task.kind.is_language_modelling else label_config(task)
     config = _from_pretrained(AutoConfig, reference, revision=revision or "main", **labels)
+    _check_direction(config, reference, task)
     precision = {} if dtype == "auto" else {"dtype": getattr(torch, dtype)}
     head: Any = _AUTO[task.kind]
     return head.from_config(config, **precision)
+
+
+def _check_direction(config: Any, reference: str, task: Task) -> None:
+    """Refuse to model language causally with an encoder: its attention sees the token it is to predict."""
+    decodes = getattr(config, "is_decoder", None) is not False or getattr(config, "is_encoder_decoder", False)
+    if task.kind is TaskKind.CAUSAL_LM and type(config) in MODEL_FOR_MASKED_LM_MAPPING and not decodes:
+        raise RecipeError(
+            f"model {reference!r} reads both ways and cannot model language causally",
+            remedy="name a decoder, for example openai-community/gpt2, or another task_kind",
+        )
 
 
 def commit_of(reference: str, revision: str | None = None) -> str | None:

@@ -6,12 +6,13 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ..registry.catalog import Catalog, Entry
 from ..registry.context import RunContext
 from ..registry.contracts import Plugin, Probe, Regularizer, Strategy
-from ..registry.errors import CompatibilityError, DuplicatePluginError
+from ..registry.errors import ArtifactError, CompatibilityError, DuplicatePluginError
 from ..registry.loading import DISABLE_VARIABLE, load_plugins
 from ..registry.selection import Selection, configure, parse_selections
 
@@ -122,6 +123,24 @@ class Recipe:
             raise CompatibilityError(
                 f"regularizers {', '.join(map(repr, self._replacing))} each replace the task loss",
                 remedy="choose one of them",
+            )
+
+    def check_base(self, base: Mapping[str, Any]) -> None:
+        """Refuse to begin with the weights of a run on another base model than ``base``, as a manifest describes it.
+
+        Raises:
+            ArtifactError: it was another, or the run's manifest cannot be read.
+        """
+        from .artifacts import MANIFEST, read_manifest
+
+        folder = None if self.strategy is None else self.strategy.builds_on()
+        if folder is None or not (Path(folder) / MANIFEST).is_file():  # an adapter alone does not say
+            return
+        theirs = read_manifest(Path(folder))["base_model"]
+        if theirs["fingerprint"] != base["fingerprint"]:
+            raise ArtifactError(
+                f"{folder} was trained on another base model: {theirs['name_or_path'] or theirs['class']}",
+                remedy="start from the model that run began with",
             )
 
     @property

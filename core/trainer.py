@@ -109,6 +109,7 @@ class PluginTrainerMixin(ProbedTrainer):
         check_joint(self.run, args)
         self.recipe.check_loss(args)
         self._base = describe_base(model, self.run, self._base_reference)
+        self.recipe.check_base(self._base)
         strategy = self.recipe.strategy
         if strategy is not None:
             if isinstance(model, PeftModel):
@@ -174,9 +175,11 @@ class PluginTrainerMixin(ProbedTrainer):
     # ---- the loss
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Create the optimizer; regularizers that change weights themselves do so right before each of its steps."""
+        """Create the optimizer; see :class:`.updates.Updates` for what happens right before each of its steps."""
         optimizer = super().create_optimizer(*args, **kwargs)
-        self._updates.hook(optimizer, self.recipe.regularizers)
+        strategy, zero = self.recipe.strategy, self.run.sharding.zero_stage  # which steps all parameters as one
+        groups = () if strategy is None or zero else strategy.gradient_groups(self._equipped, self.run)
+        self._updates.hook(optimizer, self.recipe.regularizers, groups)
         return optimizer
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ..registry.context import TaskKind
@@ -139,7 +140,8 @@ def export_adapter(model: Any, *, merge: bool) -> nn.Module:
     """
     if not merge:
         return model  # type: ignore[no-any-return]
-    if not hasattr(model.base_model, "merge_and_unload"):
-        peft_type = model.peft_config[model.active_adapter].peft_type.value
-        raise CompatibilityError(f"PEFT type {peft_type} cannot be merged", remedy="export it as an adapter")
-    return model.merge_and_unload()  # type: ignore[no-any-return]
+    if hasattr(model.base_model, "merge_and_unload"):
+        with suppress(NotImplementedError):  # some have the method and refuse inside
+            return model.merge_and_unload()  # type: ignore[no-any-return]
+    peft_type = model.peft_config[model.active_adapter].peft_type.value
+    raise CompatibilityError(f"PEFT type {peft_type} cannot be merged", remedy="export it as an adapter")

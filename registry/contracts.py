@@ -118,12 +118,16 @@ class Strategy(Plugin):
         """
         return ()
 
+    def builds_on(self) -> str | None:
+        """Return the folder of the run whose weights this one begins with; its base model has to be the same."""
+        return None
+
     def tasks(self, run: RunContext) -> tuple[Task, ...]:
         """Return the tasks of the artefact: those of the run first, in their order, then any it held before."""
         return run.tasks
 
     def gradient_groups(self, model: nn.Module, run: RunContext) -> Sequence[Sequence[nn.Parameter]]:
-        """Return the parameters whose gradients are clipped together; none for all at once."""
+        """Return the parameters whose gradients are clipped together, and rest where they are zero; none for all at once."""
         return ()
 
     def keep_tasks(self, model: nn.Module, names: Mapping[str, str]) -> None:

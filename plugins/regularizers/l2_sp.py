@@ -106,7 +106,11 @@ class L2SP(Regularizer):
             self._pulled = pulls
             return
         self._owners = set(pulls)
-        self._hooks = [m.register_forward_hook(partial(self._after_forward, pulled)) for m, pulled in pulls.items()]
+        runs = _runs(model)
+        self._hooks = [
+            runs[owner].register_forward_hook(partial(self._after_forward, pulled, owner))
+            for owner, pulled in pulls.items()
+        ]
 
     def _normaliser(self, parameters: list[nn.Parameter]) -> float:
         """Return what a sum of squares over these parameters is multiplied by."""
@@ -129,15 +133,15 @@ class L2SP(Regularizer):
         self._ticket = torch.zeros((), requires_grad=True)
 
     def _after_forward(
-        self, pulls: list[tuple[str, str | None, float]], module: nn.Module, args: Any, output: Any
+        self, pulls: list[tuple[str, str | None, float]], owner: nn.Module, module: nn.Module, args: Any, output: Any
     ) -> Any:
         import torch
 
-        if module not in self._waiting or not torch.is_grad_enabled():
+        if owner not in self._waiting or not torch.is_grad_enabled():
             return None
-        self._waiting.discard(module)
-        weights = [getattr(module, name) for name, _, _ in pulls]
-        anchors = [None if anchor is None else getattr(module, anchor) for _, anchor, _ in pulls]
+        self._waiting.discard(owner)
+        weights = [getattr(owner, name) for name, _, _ in pulls]
+        anchors = [None if anchor is None else getattr(owner, anchor) for _, anchor, _ in pulls]
         strengths = [strength for _, _, strength in pulls]
         with torch.no_grad():
             for weight, anchor, strength in zip(weights, anchors, strengths, strict=True):
@@ -180,6 +184,18 @@ class L2SP(Regularizer):
         for sharding, module, anchor in self._companions:
             sharding.remove_companion(module, anchor)
         self._clear()
+
+
+def _runs(model: nn.Module) -> dict[nn.Module, nn.Module]:
+    """Return for each module the one that runs for it: itself, or for a mere container, as PEFT's are, the one around it."""
+    from torch import nn
+
+    found: dict[nn.Module, nn.Module] = {}
+    for name, module in model.named_modules():
+        contained = type(module).forward is nn.Module.forward
+        around = model.get_submodule(name.rpartition(".")[0]) if name else module
+        found[module] = found[around] if contained and name else module
+    return found
 
 
 def _trained(model: nn.Module, run: RunContext) -> Iterator[tuple[nn.Module, str, nn.Parameter, bool]]:

@@ -87,7 +87,7 @@ class Replay(Regularizer):
         import torch
 
         config: Any = model.config
-        longest = getattr(config, "max_position_embeddings", None)
+        longest = _longest(model)
         if longest is not None and self.config.length > longest:
             raise CompatibilityError(
                 f"regularizer 'replay': length={self.config.length} is more than the {longest} positions of the model"
@@ -150,6 +150,14 @@ class Replay(Regularizer):
         """Let go of the model and the text."""
         self._model = None
         del self._blocks_NT
+
+
+def _longest(model: Any) -> int | None:
+    """Return how many tokens a model takes; RoBERTa and its kin count positions from behind the pad's."""
+    longest: int | None = getattr(model.config, "max_position_embeddings", None)
+    tables = [module for name, module in model.named_modules() if name.endswith("position_embeddings")]
+    behind = [table.padding_idx + 1 for table in tables if getattr(table, "padding_idx", None) is not None]
+    return longest if longest is None else longest - max(behind, default=0)
 
 
 def _rows(batch: Batch, seed: int, model: Any) -> Iterator[bytes]:

@@ -79,6 +79,10 @@ class Offsite(ProxyStrategy):
         warmup_ratio: Annotated[float, Ge(0), Le(1)] = 0.06
         max_grad_norm: Annotated[float, Gt(0)] = 1.0
 
+        def __post_init__(self) -> None:
+            if self.distill_steps and not self.emulator_layers:
+                raise ValueError("option distill_steps: an emulator of no layers has nothing to learn; set it to 0")
+
     config: Config
 
     def __init__(self, config: Any) -> None:
@@ -228,7 +232,7 @@ class Offsite(ProxyStrategy):
         import torch
 
         config, first = self.config, self.config.adapter_layers[0]
-        if not config.distill_steps or not config.emulator_layers:
+        if not config.distill_steps:
             return {}
         full = proxy if model is None else model
         mine = f"{self._prefix(proxy)}{self._stack}.{first + config.emulator_layers - 1}"

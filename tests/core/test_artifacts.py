@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel
+from peft import PeftModel, PolyConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertModel, set_seed
 
@@ -36,6 +36,7 @@ from tunery.core.context import infer_task, make_context
 from tunery.core.finished import export_run, load_run
 from tunery.core.models import label_config, load_model
 from tunery.core.weights import load_weights
+from tunery.plugins.adapters import export_adapter
 from tunery.registry.context import Task, TaskKind
 from tunery.registry.errors import ArtifactError, CompatibilityError
 
@@ -202,6 +203,16 @@ def test_failing_merge_leaves_nothing(finished: Any, tmp_path: Path):
     with pytest.raises(CompatibilityError, match="PEFT type PROMPT_TUNING cannot be merged"):
         export_run(finished(STRATEGIES["prompt"]), tmp_path / "deep" / "out", merge=True)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_method_that_refuses_to_merge_only_inside_is_one_line(tmp_path: Path):
+    """PEFT's POLY has the method to merge, which raises."""
+    base = BertModel(
+        BertConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+    )
+    model = get_peft_model(base, PolyConfig(target_modules=["query"], r=2, n_tasks=1))
+    with pytest.raises(CompatibilityError, match="PEFT type POLY cannot be merged; export it as an adapter"):
+        export_adapter(model, merge=True)
 
 
 def test_export_into_an_empty_folder(finished: Any, tmp_path: Path):

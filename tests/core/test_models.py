@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import BertConfig
 
-from tunery.core.models import label_config, load_class, load_model, load_processor, model_class, resolve
+from tunery.core.models import empty_model, label_config, load_class, load_model, load_processor, model_class, resolve
 from tunery.registry.context import Task, TaskKind
 from tunery.registry.errors import RecipeError
 
@@ -105,6 +106,16 @@ def test_task_without_a_head(tiny: Any):
     """A task kind that no head is known for is refused."""
     with pytest.raises(RecipeError, match="no head for task kind 'other'; known: classification"):
         load_model(str(tiny.base), Task(name="x", kind=TaskKind.OTHER))
+
+
+def test_an_encoder_is_no_causal_language_model(tiny: Any):
+    """Its attention would see the token it is to predict; one whose config says that it decodes is one."""
+    task = Task(name="text", kind=TaskKind.CAUSAL_LM)
+    for load in (load_model, empty_model):
+        with pytest.raises(RecipeError, match="reads both ways and cannot model language causally; name a decoder"):
+            load(str(tiny.base), task)
+    BertConfig.from_pretrained(tiny.base, is_decoder=True).save_pretrained(tiny.base.parent / "decoder")
+    assert empty_model(str(tiny.base.parent / "decoder"), task).config.is_decoder
 
 
 @pytest.mark.parametrize("damage", ["no folder", "no config", "config no JSON", "unknown type", "weights cut"])

@@ -152,3 +152,16 @@ def test_a_long_weight_keeps_its_digits():
     for w0 in (anchor, None):
         offset = weight.double() - (0 if w0 is None else w0.double())
         assert sum(l2_sp._squares(weight, w0)).item() == pytest.approx(offset.square().sum().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("peft_type", ["IA3", "VERA", "LOKR"])
+@pytest.mark.parametrize("where", [ONE, "zero3"])
+def test_weights_that_peft_keeps_in_containers_count(peft_type, where, tmp_path):
+    """A parameter in a ParameterDict, which never runs itself, is pulled as any other: the first step's penalty has them all."""
+    if where not in (ONE, *STAGES):
+        pytest.skip("needs DeepSpeed")
+    trial = Trial(strategy=f"peft:peft_type={peft_type}", regularizers=("l2_sp:beta=0.5",), steps=2)
+    model = trial.trainer(tmp_path / "look").model
+    expected = 0.25 * sum(p.detach().double().square().sum().item() for p in model.parameters() if p.requires_grad)
+    assert trial.run(where).logged("loss/l2_sp")[0] == pytest.approx(expected, rel=1e-5)
+    assert trial.run(where).logged("grad_norm") == pytest.approx(trial.run().logged("grad_norm"), rel=1e-4)

@@ -15,10 +15,11 @@ from safetensors.torch import load_file
 import tunery
 from tunery.core.context import infer_task, make_context
 from tunery.core.finished import _Bare
+from tunery.core.recipe import choose
 from tunery.plugins.strategies.offsite import Offsite, choose_uniformly
 from tunery.registry.conformance.models import LENGTH, MODELS, VOCABULARY
 from tunery.registry.conformance.trials import Trial
-from tunery.registry.errors import CompatibilityError
+from tunery.registry.errors import CompatibilityError, TuneryError
 
 DEEP = MODELS["deep_bert_classifier"]
 WIDTH = {"hidden_size": 16, "num_hidden_layers": 6, "num_attention_heads": 2, "intermediate_size": 32}
@@ -226,6 +227,12 @@ def test_the_layers_between_join_a_stand_in_of_less_precision() -> None:
     with strategy.whole(proxy.to(torch.bfloat16), run) as full:
         found = answers(full, "bert")
     torch.testing.assert_close(found, answers(build("bert").to(torch.bfloat16), "bert"))
+
+
+def test_an_emulator_of_no_layers_cannot_be_distilled() -> None:
+    """It has nothing to learn; the steps would be left out without a word."""
+    with pytest.raises(TuneryError, match="distill_steps: an emulator of no layers has nothing to learn"):
+        choose("offsite:emulator_layers=0,distill_steps=5")
 
 
 @pytest.mark.parametrize(

@@ -188,12 +188,15 @@ def test_first_loss_is_equation_13_of_the_two_models() -> None:
     assert measured["alignment_loss_first"] == pytest.approx(expected.item(), rel=1e-5)
 
 
-def test_nothing_is_distilled_unless_asked_or_where_nothing_was_removed() -> None:
-    """No steps, or ratio 0."""
+def test_nothing_is_distilled_unless_asked_or_where_nothing_was_removed(caplog: pytest.LogCaptureFixture) -> None:
+    """No steps, or ratio 0, which is said."""
     for options in ({"distill_steps": 0}, {"distill_steps": 3, "ratio": 0.0}):
         strategy, full, proxy, run = prepared(**options)
         assert strategy.distill(full, proxy, batches(), run) == {}
     assert strategy.statistics(proxy, batches(), run) == {}
+    assert [record.message for record in caplog.records] == [
+        "nothing was removed: distill_steps has nothing to bring closer"
+    ]
 
 
 def test_a_run_stores_what_it_aligned(tmp_path: Path) -> None:

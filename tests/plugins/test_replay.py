@@ -12,7 +12,15 @@ import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
-from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    RobertaConfig,
+    RobertaForMaskedLM,
+)
 
 from tunery.core.anatomy import find_anatomy
 from tunery.core.sharding import ModelSharding
@@ -238,3 +246,16 @@ def test_refuses_a_tokenizer_without_a_mask(model: Any, task: Task, words: Path,
     file.write_text(json.dumps(content), encoding="utf-8")
     with pytest.raises(DataError, match="has no mask_token_id"):
         attached(model, task, text, tokenizer=str(words), mask_token_id=None)
+
+
+def test_roberta_takes_fewer_tokens_than_it_has_positions(tmp_path: Path) -> None:
+    """Its positions are counted from behind the pad's; as many tokens as are left train, one more is refused."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = RobertaConfig(vocab_size=WORDS, max_position_embeddings=34, pad_token_id=1, **sizes)
+    model = RobertaForMaskedLM(config).double()
+    file = tmp_path / "text.jsonl"
+    file.write_text(json.dumps({"input_ids": [2] * 80}) + "\n", encoding="utf-8")
+    with pytest.raises(CompatibilityError, match="length=33 is more than the 32 positions"):
+        attached(model, MASKED, file, length=33)
+    regularizer = attached(model, MASKED, file, length=32)
+    assert regularizer.penalty(batch(model, MASKED)) is not None

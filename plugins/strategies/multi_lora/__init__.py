@@ -78,7 +78,7 @@ class MultiLora(Strategy):
             AnatomyError: no ``target_modules`` given and the architecture is unknown.
             CompatibilityError: a module that cannot be adapted, or a rank that is too large for one.
             DataError: two tasks of one name, or a name in ``tasks`` that the run does not have.
-            ArtifactError: ``add_to`` is no multi_lora run, or one with other options.
+            ArtifactError: ``add_to`` is no multi_lora run, or one with another r, alpha, init or frozen.
         """
         from peft import get_peft_model
 
@@ -107,18 +107,23 @@ class MultiLora(Strategy):
         adapted: nn.Module = get_peft_model(cast(Any, model), cast(Any, config))
         tuner = of(adapted)
         tuner.split = not run.regularizers  # they look at one forward pass a micro-batch
-        tuner.router.everyone = run.sharding.world_size > 1 or run.sharding.zero_stage > 0
+        # Ranks must do the same work; and a penalty on the weights counts every task's in every micro-batch.
+        tuner.router.everyone = bool(run.regularizers) or run.sharding.world_size > 1 or run.sharding.zero_stage > 0
         if len(run.tasks) == 1:
             tuner.set_task(run.task.name)
         if self.config.add_to is not None:
             self._take_over(adapted)
         return adapted
 
+    def builds_on(self) -> str | None:
+        """Return ``add_to``."""
+        return self.config.add_to
+
     def tasks(self, run: RunContext) -> tuple[Task, ...]:
         """Return the run's tasks, and behind them those of the run that is added to.
 
         Raises:
-            ArtifactError: ``add_to`` is no multi_lora run, or has other options.
+            ArtifactError: ``add_to`` is no multi_lora run, or has another r, alpha, init or frozen.
             DataError: it has a task of the run's already.
         """
         if self.config.add_to is None:

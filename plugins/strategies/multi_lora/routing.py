@@ -61,7 +61,7 @@ class Router:
         tasks: the same.
         active: the task of rows that come without one; ``None`` if there is none.
         everyone: whether tasks without a row take part too and get a gradient of zero: ranks that share work in the
-            backward pass must all do the same work.
+            backward pass must all do the same work, and penalties on weights count all of them in every micro-batch.
         groups: those of the batch at hand.
     """
 

@@ -174,7 +174,10 @@ class ProxySubFm(ProxyStrategy):
         self, model: nn.Module | None, proxy: nn.Module, batches: Iterable[Mapping[str, Any]], run: RunContext
     ) -> Mapping[str, float]:
         """Minimise eq. 13 over all neurons of the narrow blocks; return steps, first and last loss."""
-        if not self.config.distill_steps or not self._originals:
+        if not self.config.distill_steps:
+            return {}
+        if not self._originals:
+            run.logger.warning("nothing was removed: distill_steps has nothing to bring closer")
             return {}
         parameters = [parameter for block in self._narrow(proxy, run) for parameter in block.parameters]
         return self._align(model, proxy, batches, run, self.config.distill_steps, parameters)
