@@ -19,10 +19,13 @@ if TYPE_CHECKING:
     from .runner import Job
 
 _FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
+_METHODS = "--methods lora, or a method in the suite's file"
 _INSTEAD = {  # of keys that a cell has from its suite
     "tasks": "--only 'TASK--*' chooses cells by their names",
     "seed": "--seeds 5 says how many, --seeds 0,4,7 which",
     "output_dir": "--results FOLDER says where results go",
+    "strategy": _METHODS,
+    "regularizers": _METHODS,
 }
 
 
@@ -149,12 +152,11 @@ def _queue(cells: Sequence[Any], folder: Path) -> list[Job]:
 
 def _run(queue: Sequence[Job], folder: Path, jobs: int, total: int) -> bool:
     """Run the queue with progress on a terminal, one line a cell elsewhere; return whether a cell failed."""
-    from rich.console import Console
-
+    from ..core.console import plain_console
     from .progress import progress
     from .runner import run_jobs
 
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    console = plain_console()
     if not queue:
         console.print(f"{total} cells of {folder} are done")
         return False

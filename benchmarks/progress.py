@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from ..core.console import plain_console
 
 if TYPE_CHECKING:
     from .runner import Outcome
@@ -23,7 +24,7 @@ def progress(waiting: int, total: int) -> Iterator[Callable[[Outcome, str], None
         waiting: cells to run.
         total: cells of the suite, done ones included.
     """
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    console = plain_console()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[left]}"))
     with Progress(*columns, console=console, disable=not sys.stdout.isatty()) as bar:
         task = bar.add_task("cells", total=total, completed=total - waiting, left="")
@@ -34,7 +35,7 @@ def progress(waiting: int, total: int) -> Iterator[Callable[[Outcome, str], None
             seconds = (time.monotonic() - started) / ended * (waiting - ended)
             left = f"about {_span(seconds)} left" if ended < waiting else "all through"
             bar.update(task, completed=total - waiting + ended, left=left)
-            bar.console.print(f"[{total - waiting + ended}/{total}] {line}; {left}", markup=False, soft_wrap=True)
+            bar.console.print(f"[{total - waiting + ended}/{total}] {line}; {left}", soft_wrap=True)
 
         yield tell
 

@@ -51,14 +51,16 @@ def folder_in_place(target: Path) -> Iterator[Path]:
     """Yield a temporary folder beside ``target`` that takes its place when the block ends well, and vanishes otherwise.
 
     Raises:
-        ArtifactError: ``target`` exists and holds something.
+        ArtifactError: ``target`` exists and holds something, or it cannot be made.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ArtifactError(f"{target} exists already", remedy="choose another --output_dir or remove it")
-    target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
+    try:
+        temporary.mkdir(parents=True)
+    except OSError as error:
+        raise ArtifactError(f"cannot write {target}: {error.strerror}", remedy="choose another --output_dir") from None
     try:
         yield temporary
         if target.exists():

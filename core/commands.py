@@ -91,7 +91,8 @@ def train(
 ) -> None:
     """Fine-tune a model: tunery train recipe.yaml --learning_rate 2e-5. Flags are the keys of a recipe, and win."""
     from .console import calm, show_result
-    from .options import help_text, read_options
+    from .keys import help_text
+    from .options import read_options
 
     if keys:
         print(help_text())

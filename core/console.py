@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
 import os
@@ -36,8 +37,9 @@ def calm() -> None:
         transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+def plain_console() -> Console:
+    """Return the console for a command's output: text as it is, since names and folders may hold what rich takes for markup."""
+    return Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False, emoji=False)
 
 
 def show_result(result: Mapping[str, Any], output_dir: Path) -> None:
@@ -61,7 +63,7 @@ def show_result(result: Mapping[str, Any], output_dir: Path) -> None:
             f"{row['parameters']['trainable']:,}",
             f"{row['seconds']:.0f}" if "seconds" in row else "-",
         )
-    console = _console()
+    console = plain_console()
     console.print(table)
     for stage in result.get("stages", ()):
         done = f"{stage['steps']} steps, mean loss {stage['train_loss']:.4f}, {stage['seconds']:.0f} seconds"
@@ -78,7 +80,7 @@ def show_measurements(rows: Sequence[Mapping[str, Any]]) -> None:
     for row in rows:
         values = (row.get(column, "") for column in columns)
         table.add_row(*(f"{value:.6g}" if isinstance(value, float) else str(value) for value in values))
-    _console().print(table)
+    plain_console().print(table)
 
 
 def show_mapping(facts: Mapping[str, Any]) -> None:
@@ -111,7 +113,7 @@ def list_plugins(catalog: Catalog, as_json: bool) -> None:
         table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(*(str(row[str(column.header)]) for column in table.columns))
-    _console().print(table)
+    plain_console().print(table)
     if catalog.disabled:
         print(f"left out by TUNERY_DISABLE_PLUGINS: {', '.join(catalog.disabled)}")
 
@@ -140,7 +142,7 @@ def show_plugin(catalog: Catalog, name: str, as_json: bool) -> None:
             table.add_column(column, overflow="fold")
         for option in options:
             table.add_row(*(str(option[str(column.header)]) for column in table.columns))
-        _console().print(table if options else "no options")
+        plain_console().print(table if options else "no options")
 
 
 def _row(entry: Entry) -> dict[str, str]:
@@ -173,12 +175,22 @@ def _details(entry: Entry) -> dict[str, Any]:
     }
 
 
+class _Bare(ast.NodeTransformer):
+    """Leaves of ``Annotated[type, limits]`` the type."""
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:  # the name that ast calls
+        self.generic_visit(node)
+        annotated = ast.unparse(node.value) in ("Annotated", "typing.Annotated")
+        return node.slice.elts[0] if annotated and isinstance(node.slice, ast.Tuple) else node
+
+
 def _type_name(annotation: Any) -> str:
-    """Return an annotation as written; the config modules keep them as text."""
-    if isinstance(annotation, type):
-        return annotation.__name__
-    text = str(annotation).replace("typing.", "")
-    return " ".join(text.replace("Annotated[", "").rstrip("]").split()) if text.startswith("Annotated[") else text
+    """Return an annotation as written, which the config modules keep as text, without the limits of its values."""
+    text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    try:
+        return ast.unparse(_Bare().visit(ast.parse(text, mode="eval"))).replace("typing.", "")
+    except SyntaxError:
+        return text
 
 
 def _default(item: dataclasses.Field[Any]) -> str:

@@ -1,4 +1,4 @@
-"""Several tasks in one batch: what would mix them is refused, and gradients are clipped task by task."""
+"""Several tasks in one batch: what would mix them is refused, gradients are clipped task by task; and one of them alone."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..registry.context import RunContext
+from ..registry.context import RunContext, Task
 from ..registry.errors import CompatibilityError
+from .inflection import lower_is_better
 
 
 def check_joint(run: RunContext, args: Any) -> None:
@@ -35,6 +36,19 @@ def check_joint(run: RunContext, args: Any) -> None:
             "on DeepSpeed a task without rows in a step still takes the optimizer's momentum and weight decay: "
             "mixing=round_robin, with a row of every task in a batch, leaves none out"
         )
+
+
+def best_alone(task: Task, joint: str) -> dict[str, Any]:
+    """Return by which metric a run on one task alone chooses its best model, where a joint one chooses by ``joint``.
+
+    That is the task's own part of it; else its main metric, or the loss where that is only known after training.
+    """
+    own = joint.removeprefix("eval_").removeprefix(f"{task.name}_")
+    text = task.kind.is_language_modelling
+    if own == "loss" or (own in task.metrics and not text):
+        return {"metric_for_best_model": own}
+    main = "loss" if text else task.metrics[0]
+    return {"metric_for_best_model": main, "greater_is_better": not lower_is_better(main)}
 
 
 def clip_each(accelerator: Any, groups: Sequence[Sequence[nn.Parameter]], max_norm: float) -> torch.Tensor:

@@ -58,7 +58,7 @@ def load_model(reference: str, task: Task, revision: str | None = None, dtype: s
     """
     if task.kind not in _AUTO:
         raise RecipeError(f"no head for task kind {task.kind.value!r}", known=[kind.value for kind in _AUTO])
-    _check_dtype(dtype)
+    check_dtype(dtype)
     kwargs: dict[str, Any] = {"revision": revision or "main", "dtype": dtype}
     if not task.kind.is_language_modelling:
         kwargs |= label_config(task)
@@ -120,11 +120,16 @@ def load_class(class_name: str, reference: str, **kwargs: Any) -> Any:
         RecipeError: transformers has no such class, there is no such ``dtype``, or the model cannot be loaded.
     """
     if not isinstance(kwargs.get("dtype"), torch.dtype):
-        _check_dtype(kwargs.get("dtype", "auto"))
+        check_dtype(kwargs.get("dtype", "auto"))
     return _from_pretrained(model_class(class_name), reference, **kwargs)
 
 
-def _check_dtype(dtype: str) -> None:
+def check_dtype(dtype: str) -> None:
+    """Check the name of a precision that weights are loaded in.
+
+    Raises:
+        RecipeError: there is none of that name.
+    """
     if dtype not in _DTYPES:
         raise RecipeError(f"dtype={dtype!r}", known=_DTYPES, remedy=did_you_mean(dtype, _DTYPES))
 

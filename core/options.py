@@ -22,7 +22,8 @@ from .arguments import PLUGIN_FIELDS, TrainingArguments
 from .data import DataArguments, Mixing
 from .data.arguments import choose_tasks
 
-_ARGUMENTS_DOC = "a recipe's keys are those of `tunery train --keys`"
+KEYS = "tunery train --keys"
+_ARGUMENTS_DOC = f"a recipe's keys are those of `{KEYS}`"
 # What transformers takes as it comes, and stops at only when the run has begun.
 _RANGES = {
     "per_device_train_batch_size": Ge(1),
@@ -73,7 +74,7 @@ class RunArguments:
     )
 
 
-_CLASSES = (RunArguments, DataArguments, TrainingArguments)
+CLASSES = (RunArguments, DataArguments, TrainingArguments)
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class Options:
 class Parser(HfArgumentParser):
     """Argparse that raises our error instead of printing usage and exiting; ``owner`` is the command that lists its keys."""
 
-    def __init__(self, *args: Any, owner: str = "tunery train --keys", **kwargs: Any) -> None:
+    def __init__(self, *args: Any, owner: str = KEYS, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.owner = owner
 
@@ -137,7 +138,7 @@ def read_given(recipe: Path | None, flags: Sequence[str], more: Sequence[type] =
     Args:
         recipe: the file, if there is one.
         flags: the command line's.
-        more: argument classes whose keys are known beside those of a run.
+        more: argument classes whose keys are known beside those of a run; ``listed_by`` is the command that lists them.
 
     Raises:
         RecipeError: an unreadable file, or an unknown key or flag (with the nearest known one).
@@ -156,7 +157,7 @@ def read_flags(flags: Sequence[str], stray: str = "", more: Sequence[type] = ())
     Args:
         flags: as on the command line.
         stray: what to say of a word that is no flag.
-        more: argument classes whose keys are known beside those of a run.
+        more: argument classes whose keys are known beside those of a run; ``listed_by`` is the command that lists them.
 
     Raises:
         RecipeError: an unknown flag (with the nearest known one), or a wrong value.
@@ -169,8 +170,8 @@ def read_flags(flags: Sequence[str], stray: str = "", more: Sequence[type] = ())
     explicit, unknown = parser.parse_known_args(list(flags))
     if unknown:
         flag = unknown[0].lstrip("-").split("=")[0]
-        remedy = stray if stray and not unknown[0].startswith("-") else did_you_mean(flag, known)
-        raise RecipeError(f"cannot read {unknown[0]!r}", owner="the flags", remedy=remedy or "see tunery train --keys")
+        remedy = stray if stray and not unknown[0].startswith("-") else _nearest(flag, known, more)
+        raise RecipeError(f"cannot read {unknown[0]!r}", owner="the flags", remedy=remedy)
     return vars(explicit)
 
 
@@ -180,16 +181,28 @@ def check_keys(keys: Iterable[str], owner: str, more: Sequence[type] = ()) -> No
     Args:
         keys: those of the recipe.
         owner: whose they are.
-        more: argument classes whose keys are known beside those of a run.
+        more: argument classes whose keys are known beside those of a run; ``listed_by`` is the command that lists them.
 
     Raises:
         RecipeError: naming the first, and the known key nearest to it.
     """
-    known = {item.name for cls in (*more, *_CLASSES) for item in dataclasses.fields(cls)}
+    known = {item.name for cls in (*more, *CLASSES) for item in dataclasses.fields(cls)}
     for key in keys:
         if key not in known:
-            remedy = did_you_mean(key, known) or "see tunery train --keys"
-            raise RecipeError(f"no key {key!r}", owner=owner, remedy=remedy)
+            raise RecipeError(f"no key {key!r}", owner=owner, remedy=_nearest(key, known, more))
+
+
+def _nearest(key: str, known: Iterable[str], more: Sequence[type]) -> str:
+    """Return what to do about a key that is not known."""
+    from .federated.arguments import FederatedArguments
+
+    if key in (item.name for item in dataclasses.fields(FederatedArguments)):
+        return "it is one of tunery federate RECIPE"
+    return did_you_mean(key, known) or f"see {_listed_by(more)}"
+
+
+def _listed_by(more: Sequence[Any]) -> str:
+    return next((cls.listed_by for cls in more), KEYS)
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
@@ -211,27 +224,32 @@ def read_recipe(path: Path) -> dict[str, Any]:
     return content
 
 
-def build_options(given: Mapping[str, Any]) -> Options:
+def build_options(given: Mapping[str, Any], keys: str = KEYS) -> Options:
     """Make the three argument objects of one flat mapping.
 
+    Args:
+        given: keys and values.
+        keys: the command that lists them.
+
     Raises:
-        RecipeError: a required key is missing or a value is refused.
+        RecipeError: a key that is none, a required one that is missing, or a value that is refused.
     """
+    check_keys(given, "the arguments")
     parts = []
     settled = {**_quiet_defaults(), **given}
-    for cls in _CLASSES:
+    for cls in CLASSES:
         fields = [item for item in dataclasses.fields(cls) if item.init]
         for name in (item.name for item in fields if _is_required(item)):
             if name not in settled:
                 raise RecipeError(f"{name} is missing", remedy=f"give it in the recipe or as --{name}")
         values = {item.name: settled[item.name] for item in fields if item.name in settled}
         try:
-            parts.append(cls(**(values if cls is DataArguments else typed_arguments(cls, values))))
+            parts.append(cls(**(values if cls is DataArguments else typed_arguments(cls, values, keys))))
         except TuneryError:
             raise
         except (TypeError, ValueError, ImportError, OSError) as error:
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise RecipeError(f"cannot use these arguments: {first}", remedy="see tunery train --keys") from None
+            raise RecipeError(f"cannot use these arguments: {first}", remedy=f"see {keys}") from None
     run, data, training = parts
     if given.get("early_stopping_patience") and not given.get("load_best_model_at_end"):
         raise RecipeError(
@@ -254,8 +272,13 @@ def _check_reporting(training: TrainingArguments) -> None:
             raise RecipeError(f"report_to={name!r} is not installed or not known", known=known)
 
 
-def typed_arguments(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+def typed_arguments(cls: type, values: Mapping[str, Any], keys: str = KEYS) -> dict[str, Any]:
     """Return the values as the types of ``cls`` ask: YAML comes without types, and transformers checks few of them.
+
+    Args:
+        cls: the argument class.
+        values: of its fields.
+        keys: the command that lists them.
 
     Raises:
         RecipeError: a value that none of its type can be made of, or out of range.
@@ -270,7 +293,7 @@ def typed_arguments(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
             typed[name] = TypeAdapter(hints[name]).validate_python(values[name])
         except ValidationError as error:
             message = error.errors(include_url=False)[0]["msg"]
-            raise RecipeError(f"{name}={values[name]!r}: {message}", remedy="see tunery train --keys") from None
+            raise RecipeError(f"{name}={values[name]!r}: {message}", remedy=f"see {keys}") from None
     return typed
 
 
@@ -279,27 +302,10 @@ def _is_required(item: dataclasses.Field[Any]) -> bool:
 
 
 def _parser(more: Sequence[type] = ()) -> Parser:
-    parser = Parser((*more, *_CLASSES), add_help=False, allow_abbrev=False)
+    parser = Parser((*more, *CLASSES), add_help=False, allow_abbrev=False, owner=_listed_by(more))
     for action in parser._actions:
         if action.dest == "resume_from_checkpoint":
             action.nargs, action.const = "?", "last"  # the bare flag: from where the run stopped
         if action.dest == "tasks":
             action.type = str
     return parser
-
-
-def help_text(more: Sequence[type] = ()) -> str:
-    """Return every key with its type's default and its help, grouped by argument class."""
-    return describe_keys((*more, *_CLASSES))
-
-
-def describe_keys(classes: Sequence[type]) -> str:
-    """Return the keys of argument classes with their help."""
-    lines = []
-    for cls in classes:
-        lines.append(f"\n{cls.__name__}")
-        for item in dataclasses.fields(cls):
-            if item.init and not item.name.startswith("_"):
-                text = " ".join(str(item.metadata.get("help", "")).split())
-                lines.append(f"  --{item.name}  {text}")
-    return "\n".join(lines)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 
 from ..registry.errors import RecipeError, did_you_mean
@@ -19,9 +20,12 @@ from .artifacts import write_json
 from .console import show_measurements
 from .curves import RESULTS, draw, sentences, summary, table
 from .data import DataArguments
-from .options import Parser, describe_keys
+from .keys import describe_keys
+from .options import Parser, typed_arguments
 from .points import find_points
 from .probe_points import Measured, Settings, measure_points
+
+KEYS = "tunery probe --keys"
 
 
 @dataclass(kw_only=True)
@@ -79,21 +83,21 @@ def read_flags(name: str, flags: Sequence[str], models: Sequence[str]) -> Asked:
         raise RecipeError("no probe is named", known=known, remedy="tunery probe NAME --model MODEL")
     if name.startswith("-"):
         raise RecipeError(f"cannot read {name!r} as a probe", remedy="the probe's name comes first")
-    parser = Parser((ProbeArguments, DataArguments), add_help=False, allow_abbrev=False, owner="tunery probe --keys")
+    parser = Parser((ProbeArguments, DataArguments), add_help=False, allow_abbrev=False, owner=KEYS)
     known = [action.dest for action in parser._actions]
     for action in parser._actions:
         action.default = argparse.SUPPRESS
     explicit, unknown = parser.parse_known_args(list(flags))
     if unknown:
         flag = unknown[0].lstrip("-").split("=")[0]
-        remedy = did_you_mean(flag, [*known, "model", "json"]) or "see tunery probe --keys"
+        remedy = did_you_mean(flag, [*known, "model", "json"]) or f"see {KEYS}"
         raise RecipeError(f"cannot read {unknown[0]!r}", known=["--model", "--models", "--runs"], remedy=remedy)
     given = vars(explicit)
     own = {item.name: given.pop(item.name) for item in fields(ProbeArguments) if item.name in given}
     for key in ("models", "revisions", "runs", "tokens", "steps"):
         own[key] = [part for text in own.get(key) or () for part in text.split(",") if part]
     own["models"] = [*models, *own["models"]]
-    return Asked(ProbeArguments(**own), given)
+    return Asked(ProbeArguments(**typed_arguments(ProbeArguments, own, KEYS)), given)
 
 
 def help_text() -> str:
@@ -121,9 +125,9 @@ def probe_points(probe: str, asked: Asked, *, as_json: bool) -> int:
     measured: list[Measured] = []
     console = Console(stderr=True, highlight=False)
     with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task(probe, total=len(points))
+        task = bar.add_task(escape(probe), total=len(points))
         for one in measure_points(
-            points, settings, lambda point, number: bar.update(task, completed=number, description=point.label)
+            points, settings, lambda point, number: bar.update(task, completed=number, description=escape(point.label))
         ):
             measured.append(one)
             if one.error or one.note:

@@ -21,11 +21,12 @@ from .artifacts import versions, write_json
 from .data import TaskData, encode
 from .data.metrics import add_perplexity, compute_metrics
 from .finished import load_run
-from .models import load_class, load_model, load_processor, resolve
+from .models import check_dtype, load_class, load_model, load_processor, resolve
 from .point_data import Evaluated, Source
 from .points import Point
 from .probing import measure
 from .recipe import Chosen, Recipe, choose
+from .run import check_writable
 from .trainer import Trainer
 
 Row = dict[str, Any]
@@ -84,10 +85,12 @@ def measure_points(
     Raises:
         TuneryError: the probe or the data cannot be used, or the only point cannot be measured.
     """
+    check_dtype(settings.dtype)
     chosen = choose(probes=[settings.probe]).chosen[0]
     source = Source(settings.data, settings.seed)
     source.of(None)  # what is wrong with data for all should not fail point by point
     if settings.output_dir is not None:
+        check_writable(settings.output_dir)
         settings.output_dir.mkdir(parents=True, exist_ok=True)
     for number, point in enumerate(points):
         seen(point, number)

@@ -23,12 +23,7 @@ from transformers import EarlyStoppingCallback, set_seed
 from ..registry.context import Task
 from ..registry.errors import DataError, RecipeError
 from .alignment import evaluate_whole
-from .artifacts import (
-    MANIFEST,
-    read_manifest,
-    versions,
-    write_json,
-)
+from .artifacts import MANIFEST, read_manifest, versions, write_json
 from .context import make_context
 from .data import DataArguments, TaskData, encode, encode_jointly, load_tasks
 from .data.generation import PREDICTIONS, Writer, questions, score
@@ -41,6 +36,7 @@ from .data.metrics import (
     mean_of_main,
     token_losses,
 )
+from .joint import best_alone
 from .models import commit_of, load_model, load_processor
 from .options import Options
 from .plots import CURVE, plot_training_curve
@@ -58,6 +54,8 @@ _EARLIER = (*_FILES, "baselines", STAGES, "checkpoint-*", "*.safetensors", "adap
 
 def train(options: Options) -> dict[str, Any]:
     """Train, evaluate and save one run; return what ``result.json`` holds.
+
+    ``train_loss`` and ``seconds`` are those since the run was last resumed.
 
     Raises:
         TuneryError: anything a user can mend; nothing has been trained then.
@@ -157,10 +155,11 @@ def train(options: Options) -> dict[str, Any]:
             f"{result['task']}: {args.strategy or 'as given'}",
             result["main_metrics"][-1],
         )
+        write_json(output_dir / RESULT, result)
     if options.run.baselines:
         result["baselines"] = {name: _baseline(options, name, data) for name in options.run.baselines}
-    if trainer.is_world_process_zero():
-        write_json(output_dir / RESULT, result)
+        if trainer.is_world_process_zero():
+            write_json(output_dir / RESULT, result)
     return result
 
 
@@ -288,6 +287,8 @@ def _baseline_of(options: Options, name: str, number: int, data: TaskData) -> di
         changes |= dataclasses.asdict(options.data.each()[number][1])
         share = options.training.per_device_train_batch_size // len(options.data.tasks)
         changes["per_device_train_batch_size"] = max(1, share)  # what the joint batch holds of a task
+        if options.given.get("metric_for_best_model"):
+            changes |= best_alone(data.task, options.given["metric_for_best_model"])
     if (folder / RESULT).is_file():  # an interrupted run had finished this baseline
         return dict(json.loads((folder / RESULT).read_text(encoding="utf-8")))
     return train(options.replace(**changes, output_dir=str(folder), resume_from_checkpoint="last"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch.utils.data import Sampler
@@ -12,12 +12,16 @@ from torch.utils.data import Sampler
 from ..registry.contracts import Regularizer
 from ..registry.errors import CompatibilityError
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 
 class StratifiedSampler(Sampler[int]):
     """Every row once an epoch, in a random order in which each window of rows has its share of each class.
 
-    Of a class with k rows every whole window has floor(k / m) or one more, where m is the number of whole windows; rows that
-    fill no window come last and are drawn at random.
+    Of a class with k rows every whole window has floor(k / m) or one more, where m is the number of whole windows. Rows that
+    fill no window come last: drawn at random of the k mod m that each class has beyond its equal shares. Where these are
+    fewer than the rows left over, the classes with the most rows give the others, and some windows have less of them.
 
     Args:
         classes: the class of each row.
@@ -42,11 +46,21 @@ class StratifiedSampler(Sampler[int]):
         random = np.random.default_rng([self.seed, self.epoch])
         rows = random.permutation(len(self.classes))
         windows = len(rows) // self.window
-        whole, rest = np.split(rows, [windows * self.window])
+        left_over = np.zeros(len(rows), dtype=bool)
+        left_over[self._giving(rows, windows)[: len(rows) - windows * self.window]] = True
+        whole, rest = rows[~left_over], rows[left_over]
         # Dealt out one after the other, the rows of a class come to windows that differ, and every window gets as many.
         dealt = whole[np.argsort(self.classes[whole], kind="stable")].reshape(self.window, windows)
         order = random.permuted(dealt.T, axis=1)[random.permutation(windows)] if windows else dealt
         return iter([*map(int, order.reshape(-1)), *map(int, rest)])
+
+    def _giving(self, rows: NDArray[np.int64], windows: int) -> NDArray[np.int64]:
+        """Return the places of ``rows`` in the order in which they are left over: what is beyond equal shares comes first."""
+        _, classes, counts = np.unique(self.classes[rows], return_inverse=True, return_counts=True)
+        rank = np.empty(len(rows), dtype=np.int64)  # of a row in its class
+        rank[np.argsort(classes, kind="stable")] = np.concatenate([np.arange(0), *map(np.arange, counts)])
+        beyond = rank >= (counts - counts % max(windows, 1))[classes]
+        return np.lexsort((np.where(beyond, 0, -rank), ~beyond))
 
     def rare_classes(self) -> list[int]:
         """Return the classes with fewer rows than there are windows, which some of these go without."""
@@ -87,15 +101,21 @@ def asked_sampler(
         logger: told of classes that are too rare to be everywhere.
 
     Raises:
-        CompatibilityError: the rows have no classes to stratify by.
+        CompatibilityError: the rows have no classes to stratify by, or ``train_sampling_strategy`` asks for another order.
     """
     seed = args.seed if args.data_seed is None else args.data_seed
     own = getattr(dataset, "sampler", None)
+    asking = [regularizer for regularizer in regularizers if regularizer.stratified]
+    if not callable(own) and not asking:
+        return None
+    strategy = getattr(args, "train_sampling_strategy", "random")
+    if strategy != "random":
+        other = (
+            "several tasks, whose rows are mixed" if callable(own) else f"{asking[0].name}, which stratifies the rows"
+        )
+        raise CompatibilityError(f"train_sampling_strategy={strategy!r} beside {other}", remedy="leave one of them out")
     if callable(own):
         return own(seed)
-    asking = [regularizer for regularizer in regularizers if regularizer.stratified]
-    if not asking:
-        return None
     ranks = 1 if args.accelerator_config.split_batches else args.world_size
     sampler = StratifiedSampler(classes_of(dataset), batch_size * ranks, seed)
     if rare := sampler.rare_classes():

@@ -1,6 +1,6 @@
 """Entry points to catalog: each loaded on its own, so that one broken plugin harms nobody else.
 
-``TUNERY_DISABLE_PLUGINS=name-or-distribution,...`` leaves entry points out. There is no built-in list: tunery's own
+``TUNERY_DISABLE_PLUGINS=name-or-distribution,...`` leaves entry points out, and a name that fits none is warned of. There is no built-in list: tunery's own
 plugins come in through the same entry-point group as everyone's.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import logging
 import os
 import traceback
 from functools import cache
@@ -18,7 +19,7 @@ import pluggy
 
 from . import hookspecs
 from .catalog import Broken, Catalog, Origin
-from .errors import BrokenPluginError
+from .errors import BrokenPluginError, did_you_mean
 from .hookspecs import PROJECT
 
 if TYPE_CHECKING:
@@ -46,6 +47,12 @@ class Loaded:
                 self.catalog.disabled.append(point.name)
             else:
                 self._load(point)
+        known = {name for point in points for name in (point.name, _distribution(point))}
+        for name in sorted(disabled - known):
+            near = did_you_mean(name, known)
+            logging.getLogger(PROJECT).warning(
+                "%s: no plugin or distribution is called %r%s", DISABLE_VARIABLE, name, f"; {near}" if near else ""
+            )
 
     def _load(self, point: EntryPoint) -> None:
         name = point.value.partition(":")[0].strip()  # point.module raises where the value is no module's name

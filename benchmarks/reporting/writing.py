@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
-from rich.console import Console
-
+from ...core.console import plain_console
 from ...registry.errors import TuneryError
 from ..comparison import compare_runs, standings
 from ..results import Results
@@ -35,12 +33,12 @@ def write_report(
     table = standings(results, baseline)
     versus = None if other is None else compare_runs(results, other)
     said = [*overview(table), *map(str, conclusions(table))]
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    console = plain_console()
     for path, why in {**results.damaged, **(other.damaged if other else {})}.items():
-        console.print(f"damaged: {why}; moved to {path}", soft_wrap=True, markup=False)
+        console.print(f"damaged: {why}; moved to {path}", soft_wrap=True)
     console.print(console_table(table))
     for line in said:
-        console.print(line, soft_wrap=True, markup=False)
+        console.print(line, soft_wrap=True)
     text = markdown(table, [*said, READING])
     if versus is not None and other is not None:
         title = f"against the same cells in {other.folder}"
@@ -59,7 +57,7 @@ def write_report(
             _write(output_dir / name, content)
     except OSError as error:
         raise TuneryError(f"cannot write {output_dir}: {error.strerror}", remedy="name another --output_dir") from None
-    console.print(f"{output_dir}/ holds {', '.join(files)}", soft_wrap=True, markup=False)
+    console.print(f"{output_dir}/ holds {', '.join(files)}", soft_wrap=True)
 
 
 def _write(path: Path, text: str) -> None:

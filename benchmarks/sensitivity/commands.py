@@ -57,17 +57,19 @@ def study(plan: Plan, folder: Path) -> tuple[Analysis | None, Mapping[str, str]]
     """Do a plan's cells, print and draw what they show, and write ``results.json``; return it, and what failed.
 
     Raises:
-        TuneryError: the plan's data or checkpoints cannot be used.
+        TuneryError: the plan's data or checkpoints cannot be used, or the folder not be written.
     """
     from rich.console import Console
     from rich.progress import Progress
 
     from ...core.artifacts import write_json
     from ...core.console import show_measurements
+    from ...core.run import check_writable
     from .analysis import analyse
     from .cells import Scores, Study, run_cells
     from .pictures import draw_all
 
+    check_writable(folder)
     points = plan.points()
     cells = plan.cells(points)
     folder.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from ...core.artifacts import versions, write_json
+from ...core.console import plain_console
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -90,12 +89,12 @@ def main(findings: Callable[[Run], Iterable[Finding]], name: str, description: s
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"--output_dir: {out} cannot be made: {error.strerror}")
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    console = plain_console()
     done = []
     with _one_thread():
         for finding in findings(Run(asked.quick, asked.seed)):
             done.append(finding)
-            console.print(_table(finding), f"{finding.verdict}\n", sep="\n", soft_wrap=True, markup=False)
+            console.print(_table(finding), f"{finding.verdict}\n", sep="\n", soft_wrap=True)
             if finding.draw:
                 _picture(finding, out / f"{finding.name}.png")
     write_json(

@@ -223,14 +223,19 @@ def choose_tasks(tasks: Sequence[Mapping[str, Any]], flags: Sequence[str]) -> li
     """Return the tasks that flags ask for, each as ``NAME`` or ``NAME:KEY=VALUE,...``.
 
     A task that ``tasks`` has is that one with these keys changed; where they name another source, the old one's files and
-    columns are forgotten. Any other is a new one.
+    columns are forgotten. Any other is a new one, and names data or columns of its own.
 
     Raises:
         SelectionError: a flag that cannot be read, or one name twice.
+        DataError: a task that ``tasks`` does not have, without data or columns of its own.
     """
     known = {task.get("name"): task for task in tasks}
     chosen = []
     for selection in parse_selections(list(flags), "task"):
+        if selection.name not in known and not any(key in selection.options for key in _OF_SOURCE):
+            names = [str(name) for name in known]
+            remedy = did_you_mean(selection.name, names) or f"a new one is {selection.name}:label_column=COLUMN"
+            raise DataError(f"no task {selection.name!r}", known=names, owner="--tasks", remedy=remedy)
         moved = any(key in selection.options for key in SOURCES)
         kept = {
             key: value for key, value in known.get(selection.name, {}).items() if not moved or key not in _OF_SOURCE

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
 
 from ...registry.errors import RecipeError
-from ..options import Options, build_options, help_text, read_given, typed_arguments
+from ..keys import help_text
+from ..options import Options, build_options, read_given, typed_arguments
 
 
 @dataclass(kw_only=True)
@@ -18,7 +19,12 @@ class FederatedArguments:
     """How rows are dealt out, how rounds go, and what clients do to what they send.
 
     The defaults are the paper's (Federated Proxy Fine-Tuning, section 4.1.3) where it says something.
+
+    Attributes:
+        listed_by: the command that lists these keys.
     """
+
+    listed_by: ClassVar[str] = "tunery federate --keys"
 
     num_clients: Annotated[int, Ge(1)] = field(default=100, metadata={"help": "How many clients there are."})
     client_fraction: Annotated[float, Gt(0), Le(1)] = field(
@@ -120,6 +126,7 @@ class FederatedOptions:
 
 
 _KEYS = tuple(item.name for item in fields(FederatedArguments))
+_ROUND = {"num_train_epochs": 1}  # of a client in a round, unless told otherwise
 # What a client's Trainer does in every round. Who gives one of these expects something else of them.
 _SETTLED = {
     "lr_scheduler_type": "constant",
@@ -163,7 +170,7 @@ def build_federated_options(given: Mapping[str, Any]) -> FederatedOptions:
             remedy="give output_dir, and resume_from_checkpoint without a value",
         )
     values = {key: value for key, value in given.items() if key in _KEYS}
-    federated = FederatedArguments(**typed_arguments(FederatedArguments, values))
+    federated = FederatedArguments(**typed_arguments(FederatedArguments, values, FederatedArguments.listed_by))
     if federated.min_clients > federated.clients_per_round:
         raise RecipeError(
             f"min_clients={federated.min_clients} is more than the {federated.clients_per_round} clients of a round",
@@ -174,7 +181,7 @@ def build_federated_options(given: Mapping[str, Any]) -> FederatedOptions:
     if federated.server_data and federated.server_fraction:
         raise RecipeError("server_data and server_fraction both name the server's rows", remedy="give one of them")
     rest = {key: value for key, value in given.items() if key not in _KEYS}
-    run = build_options({"num_train_epochs": 1, **rest, **_SETTLED})
+    run = build_options({**_ROUND, **rest, **_SETTLED}, FederatedArguments.listed_by)
     if run.training.world_size > 1:
         raise RecipeError("a client is one process", remedy="start tunery federate without a launcher")
     return FederatedOptions(federated=federated, run=run, given=dict(given))
@@ -191,4 +198,4 @@ def read_federated_options(recipe: Path | None, flags: Sequence[str]) -> Federat
 
 def federated_help() -> str:
     """Return every key with its help."""
-    return help_text((FederatedArguments,))
+    return help_text((FederatedArguments,), {**_ROUND, **_SETTLED})

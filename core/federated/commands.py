@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ...registry.errors import RecipeError, did_you_mean
 from ...registry.hookspecs import hookimpl
 
 _PARTS = ("provision", "server", "site", "submit")
@@ -46,6 +47,8 @@ def federate(
         calm()
         _part(str(recipe), flags)
         return
+    if recipe is not None and not recipe.exists() and (nearest := did_you_mean(str(recipe), _PARTS)):
+        raise RecipeError(f"no recipe {recipe}", known=_PARTS, remedy=nearest)
     if recipe is not None and str(recipe).startswith("--"):
         flags, recipe = [str(recipe), *flags], None
     calm()
@@ -62,7 +65,6 @@ def federate(
 
 def _part(action: str, given: list[str]) -> None:
     """Do one party's part in a federation over NVFLARE."""
-    from ...registry.errors import RecipeError
     from .flare.launch import run_server, run_site, submit
     from .flare.provision import provision, read_project
 

@@ -286,10 +286,15 @@ def test_command(place: Any, forked: Path, command: Callable[..., Any]):
         (["--tasks", "rte"], "--tasks is no flag of a suite; --only 'TASK--*' chooses cells by their names"),
         (["--seed", "3"], "--seed is no flag of a suite; --seeds 5 says how many, --seeds 0,4,7 which"),
         (["--output_dir", "here"], "--output_dir is no flag of a suite; --results FOLDER says where results go"),
+        (["--strategy", "lora"], "--strategy is no flag of a suite; --methods lora, or a method in the suite's file"),
+        (
+            ["--regularizers", "l2_sp"],
+            "--regularizers is no flag of a suite; --methods lora, or a method in the suite's file",
+        ),
     ],
 )
 def test_flags_of_one_run(command: Callable[..., Any], words: list[str], says: str):
-    """A suite has its own tasks, seeds and folders: what sets them in a single run is answered in one line."""
+    """A suite has its own tasks, methods, seeds and folders: what sets them in a single run is answered in one line."""
     assert command(*words, "--list") == (2, "", f"tunery: {says}\n")
 
 

@@ -349,6 +349,28 @@ def test_merge_what_cannot_merge(finished: Any, place: Path, cli: Cli, listing: 
     assert listing(place) == before
 
 
+def test_output_dir_that_is_a_file(finished: Any, place: Path, cli: Cli, listing: Listing):
+    """Nor does a probe or an export end in a traceback where a file is in the way."""
+    (place / "taken").write_text("mine", encoding="utf-8")
+    before = listing(place)
+    for says, *command in (
+        (
+            "cannot write to taken; in ",
+            "probe",
+            "weight_distance",
+            "--model",
+            finished("full"),
+            "--output_dir",
+            "taken",
+        ),
+        ("cannot write taken/x: Not a directory; choose", "export", finished("full"), "--output_dir", "taken/x"),
+    ):
+        code, _, err = cli(*command)
+        assert code == 2
+        assert says in assert_one_line(err)
+        assert listing(place) == before
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -364,6 +386,12 @@ def test_merge_what_cannot_merge(finished: Any, place: Path, cli: Cli, listing: 
         (("probe", "weight_distance", "--model", "a", "--tokens", "many"), "'many' is no count; known: 1e9, 41B, 2.4T"),
         (("probe", "weight_distance", "--model", "a", "--dataset_nam", "x"), "did you mean 'dataset_name'?"),
         (("probe", "weight_distance", "--model", "no/such"), "no folder no/such"),
+        (
+            ("probe", "weight_distance", "--model", "a", "--per_device_eval_batch_size", "0"),
+            "per_device_eval_batch_size=0: Input should be greater than or equal to 1; see tunery probe --keys",
+        ),
+        (("probe", "weight_distance", "--model", "a", "--seed", "-1"), "seed=-1: Input should be greater than"),
+        (("probe", "weight_distance", "--model", "a", "--dtype", "float17"), "dtype='float17'; known: float32"),
     ],
 )
 def test_other_commands(arguments: tuple[str, ...], says: str, place: Path, cli: Cli):
@@ -371,6 +399,43 @@ def test_other_commands(arguments: tuple[str, ...], says: str, place: Path, cli:
     code, _, err = cli(*arguments)
     assert code == 2
     assert says in assert_one_line(err)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("train", "recipe.yaml"), "no key 'num_clients'; in recipe.yaml; it is one of tunery federate RECIPE"),
+        (
+            ("train", "--num_clients", "3"),
+            "cannot read '--num_clients'; in the flags; it is one of tunery federate RECIPE",
+        ),
+        (("federate", "recipe.yaml", "--zzz"), "cannot read '--zzz'; in the flags; see tunery federate --keys"),
+        (
+            ("federate", "recipe.yaml", "--alpha", "much"),
+            "invalid float value: 'much'; in the flags; see tunery federate --keys",
+        ),
+        (
+            ("federate", "recipe.yaml", "--alpha", "-1"),
+            "alpha=-1.0: Input should be greater than 0; see tunery federate --keys",
+        ),
+        (
+            ("federate", "recipe.yaml", "--seed", "-1"),
+            "seed=-1: Input should be greater than or equal to 0; see tunery federate",
+        ),
+        (("federate", "recipe.yaml", "--optim", "adamq"), "invalid choice: 'adamq'"),
+        (
+            ("federate", "provison", "project.yaml"),
+            "no recipe provison; known: provision, server, site, submit; did you mean 'provision'?",
+        ),
+    ],
+)
+def test_federated_keys(words: tuple[str, ...], says: str, tiny: Any, place: Path, cli: Cli):
+    """Where rounds are meant, what is wrong with their keys names the command that lists them."""
+    recipe(place, {"num_clients": 4, **tiny.given(output_dir="out")})
+    code, _, err = cli(*words)
+    assert code == 2
+    assert says in assert_one_line(err)
+    assert ("train --keys" in err) is False
 
 
 def test_keys_of_probe(cli: Cli):

@@ -13,7 +13,9 @@ import yaml
 
 from tunery.core.arguments import PRESETS, PluginArguments, TrainingArguments, resolve_deepspeed
 from tunery.core.data import DataArguments
-from tunery.core.options import Options, RunArguments, build_options, help_text, read_options
+from tunery.core.federated.arguments import federated_help
+from tunery.core.keys import help_text
+from tunery.core.options import Options, RunArguments, build_options, read_options
 from tunery.registry.errors import DataError, RecipeError, SelectionError
 from tunery.registry.selection import Selection, parse_selections
 
@@ -158,12 +160,42 @@ def test_missing_model(tmp_path: Path):
         build_options({"output_dir": str(tmp_path)})
 
 
+def test_unknown_keys_from_python(tmp_path: Path):
+    """A key that no argument has is refused, not dropped."""
+    given = {"model_name_or_path": "base", "output_dir": str(tmp_path), "use_cpu": True}
+    options = build_options(given)
+    for make in (lambda: build_options({**given, "max_step": 3}), lambda: options.replace(max_step=3)):
+        with pytest.raises(RecipeError, match=r"no key 'max_step'; .*did you mean 'max_steps'\?"):
+            make()
+
+
 def test_help_lists_every_key():
     """``--keys`` names each key of the three argument classes once."""
     names = re.findall(r"^  --(\w+)", help_text(), flags=re.MULTILINE)
     classes = (RunArguments, DataArguments, TrainingArguments)
     assert names == [item.name for cls in classes for item in dataclasses.fields(cls) if item.init]
     assert len(set(names)) == len(names)
+
+
+def test_help_says_defaults():
+    """Once each, as one writes them in a recipe; not where a machine decides; presets are named, percents are single."""
+    lines = {line.split()[0]: line for line in help_text().splitlines() if line.startswith("  --")}
+    for name, default in (
+        ("max_length", "128"),
+        ("learning_rate", "5e-05"),
+        ("dtype", "float32"),
+        ("overwrite_output_dir", "false"),
+        ("probe_moments", "begin evaluate end"),
+        ("eval_strategy", "no"),
+        ("weight_decay", "0.0"),
+    ):
+        assert lines[f"--{name}"].endswith(f" Default: {default}.")
+    for name in ("model_name_or_path", "baselines", "dataset_name", "disable_tqdm", "dataloader_pin_memory"):
+        assert "Default: " not in lines[f"--{name}"]
+    assert max(line.lower().count("default: ") for line in lines.values()) == 1
+    assert "%%" not in "".join(lines.values())
+    assert "zero1, zero2, zero3" in lines["--deepspeed"]
+    assert re.search(r"--num_train_epochs  .* Default: 1\.\n", federated_help())
 
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("[!f]*.yaml")), ids=lambda path: path.stem)

@@ -347,6 +347,43 @@ def test_run_on_two_tasks(joint: tuple[Path, dict[str, Any]]) -> None:
     assert (folder / "training_curve.png").stat().st_size > 0
 
 
+@pytest.mark.parametrize("metric", ["mean", "eval_length_pearson"])
+def test_baselines_alone_choose_by_a_metric_of_their_own(metric: str, joint: Any, tiny: Any, tmp_path: Path) -> None:
+    """Of the joint metric a baseline on one task takes its own part; by the mean, or another's, its main one."""
+    given = json.loads((joint[0] / "result.json").read_text(encoding="utf-8"))["data"]
+    keys = tiny.given(
+        **{"train_file": None, **given},
+        max_steps=2,
+        strategy="multi_lora:r=2",
+        baselines=["lora:r=2"],
+        output_dir=str(tmp_path / "run"),
+        eval_strategy="steps",
+        save_strategy="steps",
+        eval_steps=1,
+        save_steps=1,
+        load_best_model_at_end=True,
+        metric_for_best_model=metric,
+    )
+    train(build_options(keys))
+    for task, own in (("yes", "accuracy"), ("length", "pearson")):
+        folder = tmp_path / "run" / "baselines" / "lora-r2" / task
+        state = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
+        assert state["best_metric"] == max(row[f"eval_{own}"] for row in state["log_history"] if f"eval_{own}" in row)
+
+
+def test_a_failing_baseline_loses_nothing(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run's own result is written before the first baseline begins."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no memory left")
+
+    monkeypatch.setattr("tunery.core.run._baseline", fail)
+    with pytest.raises(RuntimeError, match="no memory left"):
+        train(build_options(tiny.given(max_steps=1, baselines=["head"], output_dir=str(tmp_path / "run"))))
+    kept = json.loads((tmp_path / "run" / "result.json").read_text(encoding="utf-8"))
+    assert set(kept["metrics"]) >= {"accuracy", "loss"} and "baselines" not in kept
+
+
 def test_tasks_of_a_run_are_listed_exported_and_renamed(
     joint: tuple[Path, dict[str, Any]], cli: Any, tmp_path: Path
 ) -> None:

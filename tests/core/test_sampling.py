@@ -12,7 +12,8 @@ from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunery.core.sampling import StratifiedSampler, classes_of
+from tunery.core.arguments import TrainingArguments
+from tunery.core.sampling import StratifiedSampler, asked_sampler, classes_of
 from tunery.plugins.regularizers.mmr import MMR
 from tunery.registry.conformance.models import LABELS
 from tunery.registry.conformance.trials import Trial, tiny_process
@@ -46,6 +47,45 @@ def test_rare_rows_reach_every_window() -> None:
         assert all(counter[1] == 1 for counter in windows(classes, list(sampler), 10))
     assert sampler.rare_classes() == []
     assert StratifiedSampler(classes, 5, seed=0).rare_classes() == [1]
+
+
+@pytest.mark.parametrize(("ones", "zeros", "window"), [(3, 7, 3), (10, 95, 10), (4, 10, 3), (5, 7, 5), (2, 9, 5)])
+def test_rows_that_fill_no_window_cost_none_its_share(ones: int, zeros: int, window: int) -> None:
+    """What is left over is what a class has too many of: 3 rows are in each of 3 windows, and the tenth is of the 7."""
+    classes = [1] * ones + [0] * zeros
+    last = set()
+    for epoch in range(200):
+        sampler = StratifiedSampler(classes, window, seed=0)
+        sampler.set_epoch(epoch)
+        order = list(sampler)
+        found = windows(classes, order, window)
+        for name, rows in ((1, ones), (0, zeros)):
+            share = rows // len(found)
+            assert all(share <= counter[name] <= share + 1 for counter in found)
+        last.update(order[len(found) * window :])
+    assert len(last) > len(classes) % window  # others with every epoch
+
+
+def test_more_is_left_over_than_classes_have_too_many() -> None:
+    """Then the most frequent class goes short by one row in a window, and a rare one keeps its place."""
+    classes = [1] * 3 + [0] * 32
+    for epoch in range(50):
+        sampler = StratifiedSampler(classes, 10, seed=0)
+        sampler.set_epoch(epoch)
+        assert [counter[1] for counter in windows(classes, list(sampler), 10)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_no_second_order_of_rows(several: bool) -> None:
+    """A sampling strategy of transformers beside an order that tunery makes is refused, not dropped."""
+    rows: Any = type("Mixed", (), {"sampler": staticmethod(range)})() if several else [{"labels": 0}, {"labels": 1}]
+    args = TrainingArguments(
+        output_dir="unused", use_cpu=True, report_to="none", train_sampling_strategy="group_by_length"
+    )
+    regularizers = () if several else (MMR(MMR.Config(stratified=True)),)
+    with pytest.raises(CompatibilityError, match=r"train_sampling_strategy='group_by_length' beside .*; leave"):
+        asked_sampler(rows, regularizers, args, 2, logging.getLogger("tunery"))
+    assert asked_sampler([{"labels": 0}], (), args, 2, logging.getLogger("tunery")) is None
 
 
 def test_epochs_and_seeds_differ_and_come_back() -> None:

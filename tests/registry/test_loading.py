@@ -102,6 +102,14 @@ def test_disable_variable(monkeypatch: pytest.MonkeyPatch):
     assert load_plugins() is load_plugins()
 
 
+def test_disabled_names_that_nobody_has(point: Point, caplog: pytest.LogCaptureFixture):
+    """A misspelt name leaves nothing out, and the log says so; one that fits is no news."""
+    Loaded([point("mine", **offering("mine"))], frozenset({"mine"}))
+    assert caplog.text == ""
+    Loaded([point("mine", **offering("mine"))], frozenset({"mien", "mine"}))
+    assert "TUNERY_DISABLE_PLUGINS: no plugin or distribution is called 'mien'; did you mean 'mine'?" in caplog.text
+
+
 def test_misspelt_hook_is_an_error(point: Point):
     """``tunery_strategy`` would otherwise be silence."""
     loaded = Loaded([point("misspelt", tunery_strategy=offering("misspelt")["tunery_strategies"])])

@@ -11,6 +11,7 @@ import yaml
 from tunery.benchmarks.sensitivity import commands
 from tunery.benchmarks.sensitivity.plan import Plan
 from tunery.core.commands import main
+from tunery.registry.errors import RecipeError
 
 PLAN = {
     "name": "x",
@@ -54,3 +55,10 @@ def test_flags_that_a_run_has_already(flag: str, call, capsys: pytest.CaptureFix
     err = capsys.readouterr().err
     assert len(err.splitlines()) == 1
     assert f"training: no key '{flag.removeprefix('--')}'; in plan.yaml" in err
+
+
+def test_a_file_where_results_should_go(tmp_path: Path):
+    """Is said in one line, before any checkpoint is looked for."""
+    (tmp_path / "taken").touch()
+    with pytest.raises(RecipeError, match=f"cannot write to {tmp_path}/taken/x"):
+        commands.study(Plan(**PLAN), tmp_path / "taken" / "x")

@@ -9,6 +9,7 @@ import pytest
 from transformers import HfArgumentParser
 
 from tunery.core.data import DataArguments
+from tunery.core.data.arguments import choose_tasks
 from tunery.registry.errors import DataError
 
 
@@ -57,3 +58,13 @@ def test_a_wrong_value_is_one_line(field: str, value: Any, reason: str) -> None:
     assert str(caught.value).startswith(f"{field}={value!r}: ")
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_misspelt_task_is_no_new_one() -> None:
+    """A name that is none of the recipe's, and brings no data or columns of its own, is refused with the nearest."""
+    tasks = [{"name": "kind", "label_column": "kind"}, {"name": "lines", "label_column": "lines"}]
+    for flag in ("knd", "knd:max_train_samples=5"):
+        with pytest.raises(DataError, match=r"no task 'knd'; known: kind, lines; .*; did you mean 'kind'\?"):
+            choose_tasks(tasks, ["lines", flag])
+    chosen = choose_tasks(tasks, ["kind:max_train_samples=5", "new:label_column=indent"])
+    assert chosen == [{**tasks[0], "max_train_samples": 5}, {"name": "new", "label_column": "indent"}]
