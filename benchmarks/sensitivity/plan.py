@@ -161,18 +161,21 @@ def make_plan(content: Mapping[str, Any], owner: str = "the plan") -> Plan:
 
 
 def _check_keys(plan: Plan, owner: str) -> None:
-    from ...core.data import DataArguments
+    from ...core.data.arguments import JOINT, DataArguments
     from ...core.options import check_keys
 
-    data = [item.name for item in fields(DataArguments)]
+    data = [item.name for item in fields(DataArguments) if item.name not in JOINT]
     for name, keys in (("in_domain", plan.in_domain), ("out_of_domain", plan.out_of_domain)):
         for key in keys:
             if key not in data:
-                remedy = did_you_mean(key, data) or "see tunery probe --keys"
+                many = key in JOINT
+                remedy = "a study tunes on one task" if many else did_you_mean(key, data) or "see tunery probe --keys"
                 raise RecipeError(f"{name}: no key {key!r}", owner=owner, remedy=remedy)
     check_keys(plan.training, owner)
     for key in plan.training:
-        if key in data:
+        if key in JOINT:
+            remedy = "a study tunes on one task"
+        elif key in data:
             remedy = "give it under in_domain or out_of_domain"
         elif key in _SET_BY_CELLS:
             instead = _SET_BY_CELLS[key]

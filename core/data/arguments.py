@@ -11,6 +11,7 @@ from annotated_types import Ge, Gt, Len, Lt
 from ...registry.errors import DataError, did_you_mean
 from ...registry.selection import parse_selections
 
+JOINT = ("tasks", "mixing", "mixing_temperature", "mixing_cap")  # keys of several tasks in one run
 SOURCES = ("dataset_name", "data_files", "train_file")
 # What says nothing any more once the data come from elsewhere.
 _OF_SOURCE = (
@@ -193,8 +194,7 @@ class DataArguments:
         """
         if not self.tasks:
             return [(None, self)]
-        joint = ("tasks", "mixing", "mixing_temperature", "mixing_cap")
-        known = [item.name for item in fields(self) if item.name not in joint]
+        known = [item.name for item in fields(self) if item.name not in JOINT]
         shared = {name: getattr(self, name) for name in known}
         sourceless = {name: value for name, value in shared.items() if name not in _OF_SOURCE}
         common = any(shared[name] for name in SOURCES)

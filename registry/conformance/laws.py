@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -32,12 +33,14 @@ class PluginLaws:
         models: tiny models to check it on, keys of ``tunery.registry.conformance.models.MODELS``; those of a task kind the
             plugin does not take are checked to be refused.
         stages: where two processes check it; a ZeRO stage the plugin does not take is checked to be refused.
+        wide_stages: those of them where every model is tried; the others see the first model only.
     """
 
     kind: ClassVar[str]
     plugin: ClassVar[str]
     models: ClassVar[tuple[str, ...]] = ("bert_classifier", "llama_causal_lm")
     stages: ClassVar[tuple[str, ...]] = STAGES
+    wide_stages: ClassVar[tuple[str, ...]] = ("ddp", "zero3")
 
     @classmethod
     def selection(cls) -> Selection:
@@ -61,15 +64,22 @@ class PluginLaws:
         return zero_stage(stage) in cls.entry().cls.supports.zero_stages
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Run a law that asks for ``model`` or ``stage`` on every one the plugin supports."""
-        for name, values in (
-            ("model", [model for model in self.models if self.takes(model)]),
-            ("stage", [stage for stage in self.stages if self.runs_on(stage)]),
-        ):
-            if name in metafunc.fixturenames:
-                if not values:
-                    raise ValueError(f"{type(self).__name__}: {self.plugin!r} supports none of its {name}s")
+        """Run a law that asks for ``model``, ``stage`` or both on every one the plugin supports."""
+        supported = {
+            "model": [model for model in self.models if self.takes(model)],
+            "stage": [stage for stage in self.stages if self.runs_on(stage)],
+        }
+        asked = {name: values for name, values in supported.items() if name in metafunc.fixturenames}
+        for name, values in asked.items():
+            if not values:
+                raise ValueError(f"{type(self).__name__}: {self.plugin!r} supports none of its {name}s")
+        if len(asked) < 2:
+            for name, values in asked.items():
                 metafunc.parametrize(name, values)
+        else:
+            first = supported["model"][0]
+            pairs = itertools.product(*supported.values())
+            metafunc.parametrize("model, stage", [(m, s) for m, s in pairs if m == first or s in self.wide_stages])
 
     @classmethod
     def first_model(cls) -> str:

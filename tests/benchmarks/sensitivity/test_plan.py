@@ -78,6 +78,8 @@ def test_other_seeds_do_not_score_the_checkpoint_anew():
         ({"training": {"probe_moments": ["end"]}}, "every cell sets it itself"),
         ({"training": {"do_predict": False}}, "every cell sets it itself"),
         ({"training": {"output_dir": "x"}}, "every cell sets it itself"),
+        ({"in_domain": {"tasks": [{"name": "rte"}]}}, "in_domain: no key 'tasks'.*a study tunes on one task"),
+        ({"training": {"mixing": "round_robin"}}, "training: no key 'mixing'.*a study tunes on one task"),
         ({"in_domain": {"learning_rate": 1e-3}}, "in_domain: no key 'learning_rate'"),
         ({"out_of_domain": {"max_lenght": 1}}, "out_of_domain: no key 'max_lenght'.*did you mean 'max_length'"),
     ],
