@@ -17,6 +17,10 @@ _HOMES = {
     "export_run": "tunery.core.finished",
     "keep_tasks": "tunery.core.finished",
     "probe_model": "tunery.core.probing",
+    "train": "tunery.core.run",
+    "build_options": "tunery.core.options",
+    "federate": "tunery.core.federated.run",
+    "build_federated_options": "tunery.core.federated.arguments",
     "Strategy": "tunery.registry.contracts",
     "Regularizer": "tunery.registry.contracts",
     "Probe": "tunery.registry.contracts",
@@ -38,11 +42,15 @@ _HOMES = {
 if TYPE_CHECKING:
     from .core.arguments import PluginArguments as PluginArguments
     from .core.arguments import TrainingArguments as TrainingArguments
+    from .core.federated.arguments import build_federated_options as build_federated_options
+    from .core.federated.run import federate as federate
     from .core.finished import LoadedRun as LoadedRun
     from .core.finished import export_run as export_run
     from .core.finished import keep_tasks as keep_tasks
     from .core.finished import load_run as load_run
+    from .core.options import build_options as build_options
     from .core.probing import probe_model as probe_model
+    from .core.run import train as train
     from .core.trainer import PluginTrainerMixin as PluginTrainerMixin
     from .core.trainer import Trainer as Trainer
     from .registry.context import Anatomy as Anatomy

@@ -25,8 +25,7 @@ def measure(cell: Cell, place: Path) -> dict[str, Any]:
 
 
 def _trained(cell: Cell, place: Path) -> dict[str, Any]:
-    from ..core.options import build_options
-    from ..core.run import train
+    from .. import build_options, train
 
     quiet = {"report_to": "none", "save_strategy": "no", "logging_strategy": "epoch", "disable_tqdm": True}
     keys = {**quiet, **cell.keys, "baselines": [_MAJORITY]}
@@ -57,11 +56,10 @@ def _trained(cell: Cell, place: Path) -> dict[str, Any]:
 
 
 def _federated(cell: Cell, place: Path) -> dict[str, Any]:
+    from .. import build_federated_options, federate
     from ..core.data import load_tasks
     from ..core.data.metrics import majority_baseline
-    from ..core.federated.arguments import build_federated_options
     from ..core.federated.checkpoint import LOG
-    from ..core.federated.run import federate
 
     options = build_federated_options({"disable_tqdm": True, **cell.keys, "output_dir": str(place / "run")})
     result = federate(options)

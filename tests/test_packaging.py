@@ -48,11 +48,15 @@ PUBLIC = [
     "Trainer",
     "TrainingArguments",
     "TuneryError",
+    "build_federated_options",
+    "build_options",
     "export_run",
+    "federate",
     "hookimpl",
     "keep_tasks",
     "load_run",
     "probe_model",
+    "train",
 ]
 
 

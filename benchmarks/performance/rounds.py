@@ -19,11 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ... import build_federated_options, build_options, federate, train
 from ...core.console import calm
-from ...core.federated.arguments import build_federated_options
-from ...core.federated.run import federate
-from ...core.options import build_options
-from ...core.run import train
 from . import workloads
 from .claims import Claim, Run, main
 from .paired import peak_memory

@@ -12,16 +12,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ... import build_options, train
 from ...core.artifacts import versions, write_json
 from ...core.data import DataArguments, TaskData, load_task_data
 from ...core.models import resolve
-from ...core.options import build_options
 from ...core.point_data import digest_of, evaluation_arguments
 from ...core.points import Point
 from ...core.probe_points import Settings, evaluate_point
 from ...core.probing import MEASUREMENTS
 from ...core.recipe import choose
-from ...core.run import train
 from ...registry.errors import DataError, TuneryError
 from ..claims import claimed
 from ..inputs import differences
