@@ -14,14 +14,14 @@ from typing import Any
 from transformers import AutoConfig, PrinterCallback, set_seed
 
 from ..registry.context import Subject, Task
-from ..registry.errors import CompatibilityError, DataError, RecipeError, TuneryError
+from ..registry.errors import CompatibilityError, DataError, RecipeError
 from .alignment import whole_of
 from .arguments import TrainingArguments
 from .artifacts import versions, write_json
 from .data import TaskData, encode
 from .data.metrics import add_perplexity, compute_metrics
 from .finished import load_run
-from .models import check_dtype, load_class, load_model, load_processor, resolve
+from .models import check_dtype, load_class, load_model, load_processor, reason, resolve
 from .point_data import Evaluated, Source
 from .points import Point
 from .probing import measure
@@ -96,7 +96,7 @@ def measure_points(
         seen(point, number)
         try:
             yield _measured(point, chosen, source, settings)
-        except (TuneryError, OSError, ValueError, RuntimeError, MemoryError) as error:
+        except Exception as error:  # whatever it is, the other models go on
             if len(points) == 1:
                 raise
             yield Measured(point=point, error=" ".join(str(error).split()) or type(error).__name__)
@@ -270,10 +270,9 @@ def _plain_model(point: Point, task: Task | None, settings: Settings) -> Any:
         return load_model(point.reference, task, point.revision, settings.dtype)
     try:
         config = AutoConfig.from_pretrained(resolve(point.reference), revision=point.revision or "main")
-    except (OSError, ValueError, KeyError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    except Exception as error:  # noqa: BLE001  # a damaged config raises whatever its class raises
         there = "" if Path(point.reference).exists() else f"no folder {point.reference}, and "
-        raise RecipeError(f"{there}cannot load model {point.reference!r}: {first}") from None
+        raise RecipeError(f"{there}cannot load model {point.reference!r}: {reason(error)}") from None
     if not config.architectures:
         raise RecipeError(f"{point.label} does not say its model class", remedy="name data, which tell the task")
     revision = point.revision or "main"
