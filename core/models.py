@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from huggingface_hub import try_to_load_from_cache
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 from transformers.trainer_utils import align_special_tokens
+from transformers.utils.hub import cached_file
 
 from ..registry.context import Task, TaskKind
 from ..registry.errors import RecipeError, did_you_mean
@@ -98,6 +100,15 @@ def commit_of(reference: str, revision: str | None = None) -> str | None:
         return None
     found = try_to_load_from_cache(reference, "config.json", revision=revision or "main")
     return Path(found).parent.name if isinstance(found, str) else revision
+
+
+def latest_commit(reference: str, revision: str | None = None) -> str | None:
+    """Return the commit that a hub model's branch stands for now, asking the hub where it can be reached, else the cache."""
+    if Path(resolve(reference)).exists():
+        return None
+    with suppress(Exception):  # what is wrong with the model, loading says
+        cached_file(reference, "config.json", revision=revision or "main")
+    return commit_of(reference, revision)
 
 
 def label_config(task: Task) -> dict[str, Any]:
