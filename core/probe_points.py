@@ -62,6 +62,7 @@ class Settings:
         seed: of the draws, the same for every point; and of the rows that are held out or sampled.
         batch_size: rows of an evaluation batch.
         dtype: precision plain models are loaded in.
+        bf16, fp16: whether models are evaluated in mixed precision.
     """
 
     probe: str | Mapping[str, Any] = ""
@@ -70,6 +71,8 @@ class Settings:
     seed: int = 42
     batch_size: int = 8
     dtype: str = "float32"
+    bf16: bool = False
+    fp16: bool = False
 
 
 def measure_points(
@@ -240,6 +243,8 @@ def _trainer(
                 probes=[settings.probe] if settings.probe else None,  # type: ignore[list-item]
                 seed=settings.seed,
                 per_device_eval_batch_size=settings.batch_size,
+                bf16=settings.bf16,
+                fp16=settings.fp16,
                 report_to="none",
                 disable_tqdm=True,
             ),

@@ -244,5 +244,5 @@ def _settings(study: Study, cell: Cell, **changes: Any) -> Settings:
 
 
 def _loading(plan: Plan) -> dict[str, Any]:
-    """Return the training keys that say how a checkpoint is loaded."""
-    return {key: value for key, value in plan.training.items() if key == "dtype"}
+    """Return the training keys that say in which precision a checkpoint is loaded and evaluated."""
+    return {key: value for key, value in plan.training.items() if key in ("dtype", "bf16", "fp16")}

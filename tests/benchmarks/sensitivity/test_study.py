@@ -305,3 +305,16 @@ def test_checkpoints_are_scored_in_the_precision_they_train_in(plan: Plan, done:
     assert found.out_of_domain == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-4)
     assert found.out_of_domain != scores_of(plan, done)[cell.name].out_of_domain
     assert Study(half, done).found(cell)[1] == 'changed: training.dtype: nothing -> "bfloat16"'
+
+
+def test_mixed_precision_is_that_of_before_and_after(plan: Plan, done: Path, tmp_path: Path):
+    """What training leaves as it was is scored as before, in the mixed precision that runs have."""
+    mixed = plan.model_copy(update={"training": {**plan.training, "bf16": True}, "learning_rates": [1e-12]})
+    before, after, *_ = mixed.cells(mixed.points())
+    found = [scores for _, scores in run_cells(Study(mixed, tmp_path), [before, after], print)]
+    assert all(isinstance(scores, Scores) for scores in found), found
+    for name in ("validation", "test", "out_of_domain"):
+        first, second = (getattr(scores, name) for scores in found)
+        assert first == pytest.approx(second, rel=1e-7)
+        assert first != pytest.approx(getattr(scores_of(plan, done)[before.name], name), rel=1e-6)
+    assert Study(mixed, done).found(before)[1] == "changed: training.bf16: nothing -> true"
