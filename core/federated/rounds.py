@@ -188,7 +188,8 @@ class Rounds:
     def _exchange(self, asked: list[str], nodes: Sequence[str], said: Mapping[str, Any], spent: Spent) -> Exchange:
         """Ask ``asked`` to train, as many at once as the engine takes, and average what comes back."""
         options, server = self.options, self.server
-        mean = Mean(server.adapter, server.version, said["statistics"], options.aggregation == "uniform")
+        like = server.statistics_like if said["statistics"] else {}
+        mean = Mean(server.adapter, server.version, like, options.aggregation == "uniform")
         tried = Exchange(asked, mean)
         step = self.engine.at_once or len(asked)
         for start in range(0, len(asked), step):

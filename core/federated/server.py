@@ -7,6 +7,7 @@ the slices that an alignment changed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -96,6 +97,11 @@ class Server:
             self._has.pop(node, None)
 
     # ---- the stand-in
+
+    @cached_property
+    def statistics_like(self) -> dict[str, torch.Tensor]:
+        """What statistics look like, which clients shall tell: those of a row of the server's own."""
+        return {} if self._rows is None else self.resident.statistics([self._rows[0]])
 
     def _batches(self, seed: int) -> Iterable[Mapping[str, Any]]:
         if self._rows is None:
