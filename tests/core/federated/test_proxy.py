@@ -18,7 +18,7 @@ from tunery.core.federated.arguments import build_federated_options
 from tunery.core.federated.payload import Payload
 from tunery.core.federated.run import assemble, in_process
 from tunery.core.federated.server import Server
-from tunery.core.finished import export_run
+from tunery.core.finished import export_run, load_run
 from tunery.core.models import load_processor
 from tunery.registry.errors import RecipeError
 
@@ -201,3 +201,14 @@ def test_scored_in_the_full_model(strategy: str, deep_base: Path, run_federation
     assert found.loss.item() == pytest.approx(result["metrics"]["loss"], abs=1e-5)
     right = (found.logits.argmax(-1) == batch["labels"]).float().mean().item()
     assert right == pytest.approx(result["metrics"]["accuracy"], abs=1e-6)
+
+
+@pytest.mark.parametrize("distill_steps", [0, 1])
+def test_a_stand_in_aligned_during_tuning_loads_back(distill_steps: int, run_federation, tmp_path: Path):
+    """``load_run`` has the bits that the last round had, also where nothing was aligned before the first (the paper's _D)."""
+    aligning = f"distill_steps={distill_steps},realign_every=1,realign_steps=2"
+    keys = {"strategy": f"proxy_sub_fm:r=2,ratio=0.5,retained=[0],{aligning}", "server_fraction": 0.2, "num_rounds": 2}
+    run_federation(tmp_path / "run", **keys)
+    found = load_run(tmp_path / "run").model.state_dict()
+    kept = load_file(tmp_path / "run" / "rounds" / "round-00002" / "stand_in.safetensors")
+    assert all(torch.equal(found[name], value) for name, value in kept.items())
