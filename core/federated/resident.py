@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -59,6 +61,7 @@ class Resident:
         if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.model.modules()):
             raise CompatibilityError("a model with batch norm cannot be federated: its statistics are no parameters")
         self.proxy = strategy if isinstance(strategy, ProxyStrategy) else None
+        self.setup = self._setup()
 
     @property
     def model(self) -> nn.Module:
@@ -74,6 +77,21 @@ class Resident:
     def fingerprint(self) -> str:
         """What tells base models apart."""
         return str(self.trainer._base["fingerprint"])
+
+    def _setup(self) -> str:
+        """Return a hash of what server and clients must have alike, beside the base model: the strategy with its version and
+        options, which regularizers, and, unless the server sends it, what neither trains nor is pre-trained.
+        """
+        recipe = self.trainer.recipe
+        strategy = [one for one in recipe.describe() if one["kind"] == "strategy"]
+        alike = [strategy, [regularizer.name for regularizer in recipe.regularizers]]
+        digest = hashlib.sha256(json.dumps(alike, sort_keys=True, default=str).encode())
+        drawn = {} if self.proxy is not None else self.frozen()
+        for name, value in sorted(drawn.items()):
+            if not self.trainer.run.is_pretrained(name):
+                digest.update(f"{name}{value.dtype}{tuple(value.shape)}".encode())
+                digest.update(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
 
     def _trained(self) -> dict[str, nn.Parameter]:
         return {name: value for name, value in self.model.named_parameters() if value.requires_grad}

@@ -152,6 +152,7 @@ def assemble(options: FederatedOptions, *, simulated: bool = True) -> Federation
         )
         parts = [keep[part] for part in dealt]
     server_rows = _select(encoded.train, own) if len(own) else _server_data(federated, data, processor, seed)
+    set_seed(seed)  # a site draws its head right after it, too
     model = load_model(run.model_name_or_path, data.task, run.model_revision, run.dtype)
     is_proxy = isinstance(choose(args.strategy).strategy, ProxyStrategy)
     full = copy.deepcopy(model) if is_proxy else None

@@ -21,7 +21,7 @@ from .payload import Payload, grouped
 from .resident import Resident
 from .rows import NoRows
 from .stand_in import Changes, everything, find_changes, merge, pack
-from .worker import ADAPTER, label_line
+from .worker import ADAPTER, label_line, other_setup
 
 _TIMING = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time")
 
@@ -65,7 +65,7 @@ class Server:
         """Learn what nodes have, from what they describe.
 
         Raises:
-            FederationError: a node has another base model.
+            FederationError: a node has another base model, strategy, regularizer or option.
         """
         for node, reply in replies.items():
             version = str(reply.scalars.get("version", ""))
@@ -75,6 +75,8 @@ class Server:
                     f"{self.version[:12]}",
                     remedy="give every client the model the server has",
                 )
+            if "error" not in reply.scalars and reply.scalars.get("setup") != self.resident.setup:
+                raise other_setup(node)
             self._has[node] = version
 
     def request(self, node: str, scalars: Mapping[str, Any]) -> Payload:
@@ -87,7 +89,8 @@ class Server:
             missing = merge(self.changes[versions.index(has) :]) if known else everything(self.resident.frozen())
             has = has if known else ""
         arrays = {**grouped(ADAPTER, self.adapter), **pack(self.resident.frozen() if missing else {}, missing)}
-        return Payload(arrays, {**scalars, "version": self.version, "from_version": has, "labels": self._labels})
+        agreed = {"labels": self._labels, "setup": self.resident.setup}
+        return Payload(arrays, {**scalars, **agreed, "version": self.version, "from_version": has})
 
     def heard(self, node: str, accepted: bool) -> None:
         """Remember what a node has now; of one whose answer did not count, nothing is known."""

@@ -1,7 +1,7 @@
 """A client, whole: it holds its rows and its config, gets payloads and answers with payloads, whatever engine carries them.
 
 What leaves it is: what trains (the adapter), what a ``ProxyStrategy`` tells of its rows (statistics), and scalars: how many rows,
-mean loss, seconds, version. No row, label or text does, and of an error only its kind, since messages quote what they complain
+mean loss, seconds, version and setup. No row, label or text does, and of an error only its kind, since messages quote what they complain
 about. Clipping and noise are applied here.
 """
 
@@ -50,7 +50,9 @@ class ClientWorker:
         """Do what is asked and return what to send; an error becomes its kind, and is told in full to this client's log."""
         try:
             if op == DESCRIBE:
-                return Payload(scalars={"rows": len(self._rows), "version": self.version})
+                return Payload(
+                    scalars={"rows": len(self._rows), "version": self.version, "setup": self._resident.setup}
+                )
             if op == TRAIN:
                 return self._train(request)
             raise FederationError(f"no operation {op!r}", known=(DESCRIBE, TRAIN))
@@ -64,11 +66,10 @@ class ClientWorker:
         labels = label_line(resident)
         if asked["labels"] != labels:
             raise FederationError(f"client {self.name} has labels {labels!r}, the server {asked['labels']!r}")
+        if asked["setup"] != resident.setup:
+            raise other_setup(self.name)
         if asked["statistics"] and not resident.aligns:
-            raise FederationError(
-                f"client {self.name} was asked for statistics, and its strategy tells none",
-                remedy="give server and clients the same strategy",
-            )
+            raise FederationError(f"client {self.name} was asked for statistics, and its strategy tells none")
         if asked["from_version"] not in ("", self.version):
             raise FederationError(
                 f"client {self.name} has version {self.version!r} and was sent what {asked['from_version']!r} lacks"
@@ -90,6 +91,15 @@ class ClientWorker:
             {**grouped(ADAPTER, adapter), **grouped(STATISTICS, statistics)},
             {"rows": len(self._rows), "loss": loss, "seconds": seconds, "version": self.version},
         )
+
+
+def other_setup(name: str) -> FederationError:
+    """Return what to say of a client that does not train what the server has."""
+    return FederationError(
+        f"client {name} has another strategy than the server, other options or another version of it, another seed, or other "
+        "regularizers",
+        remedy="give server and clients the same of each",
+    )
 
 
 def label_line(resident: Resident) -> str:
