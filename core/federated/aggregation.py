@@ -78,7 +78,10 @@ class Mean:
             said = scalars.get(name)
             if not isinstance(said, float) or not math.isfinite(said):
                 return f"says {name}={said!r:.80}"
-        for what, told, like in (("an adapter", adapter, self._like), ("statistics", statistics, self._statistics_like)):
+        for what, told, like in (
+            ("an adapter", adapter, self._like),
+            ("statistics", statistics, self._statistics_like),
+        ):
             if told.keys() != like.keys():
                 odd = min(told.keys() ^ like.keys())
                 return f"{what} with {odd!r} that nobody asked for" if odd in told else f"{what} without {odd!r}"

@@ -60,6 +60,7 @@ class Resident:
             )
         if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.model.modules()):
             raise CompatibilityError("a model with batch norm cannot be federated: its statistics are no parameters")
+        self.is_regularized = bool(self.trainer.recipe.regularizers)
         self.proxy = strategy if isinstance(strategy, ProxyStrategy) else None
         self.setup = self._setup()
 
@@ -105,6 +106,18 @@ class Resident:
         with torch.no_grad():
             for name, value in self._trained().items():
                 value.copy_(state[name])
+
+    def attach_anew(self, initial: Mapping[str, torch.Tensor]) -> None:
+        """Have regularizers take for pre-trained what is in the model now that all of it has come, ``initial`` included.
+
+        Args:
+            initial: everything that trains, as it was before the first round.
+        """
+        self.load(initial)
+        self.trainer.detach()
+        set_seed(self.trainer.run.seed)
+        for regularizer in self.trainer.recipe.regularizers:
+            regularizer.attach(self.model, self.trainer.run)
 
     def frozen(self) -> dict[str, torch.Tensor]:
         """Return the parameters and buffers that belong to the model and do not train, by name; not copies."""

@@ -21,7 +21,7 @@ from .engine import Engine
 from .payload import Payload
 from .server import Server
 from .stand_in import INDICES, VALUES
-from .worker import ADAPTER, DESCRIBE, STATISTICS, TRAIN
+from .worker import ADAPTER, DESCRIBE, INITIAL, STATISTICS, TRAIN
 
 _LOGGER = logging.getLogger("tunery")
 _SAMPLING, _TRAINING, _ALIGNING = 2, 3, 4  # streams of the seed; partition uses the first
@@ -199,7 +199,7 @@ class Rounds:
                 requests[node] = request = server.request(node, {**said, "seed": seed})
                 spent.asked += 1
                 spent.count("down_adapter", request.nbytes(ADAPTER))
-                spent.count("down_stand_in", request.nbytes(VALUES) + request.nbytes(INDICES))
+                spent.count("down_stand_in", sum(map(request.nbytes, (VALUES, INDICES, INITIAL))))
             replies = self.engine.exchange(TRAIN, requests, options.round_timeout)
             for node in requests:
                 reply = replies.get(node, _EMPTY)

@@ -1,7 +1,7 @@
 """What the server keeps: the adapter, the model it is evaluated in, and with a ``ProxyStrategy`` the stand-in and its versions.
 
 Every client gets the adapter in every round. Of the stand-in's frozen part a node gets what it lacks: all of it once, and later
-the slices that an alignment changed.
+the slices that an alignment changed. With regularizers the first adapter of all comes with it: they may hold on to it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .payload import Payload, grouped
 from .resident import Resident
 from .rows import NoRows
 from .stand_in import Changes, everything, find_changes, merge, pack
-from .worker import ADAPTER, label_line, other_setup
+from .worker import ADAPTER, INITIAL, label_line, other_setup
 
 _TIMING = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time")
 
@@ -39,7 +39,7 @@ class Server:
 
     def __init__(self, resident: Resident, full: nn.Module | None, validation: Any, rows: Any, run_id: str) -> None:
         self.resident = resident
-        self.adapter = resident.state()
+        self.adapter = self._initial = resident.state()
         self.run_id = run_id
         self.changes: list[Changes] = []
         self._full = full
@@ -89,6 +89,8 @@ class Server:
             missing = merge(self.changes[versions.index(has) :]) if known else everything(self.resident.frozen())
             has = has if known else ""
         arrays = {**grouped(ADAPTER, self.adapter), **pack(self.resident.frozen() if missing else {}, missing)}
+        if missing and not has and self.resident.is_regularized:
+            arrays |= grouped(INITIAL, self._initial)
         agreed = {"labels": self._labels, "setup": self.resident.setup}
         return Payload(arrays, {**scalars, **agreed, "version": self.version, "from_version": has})
 

@@ -39,7 +39,9 @@ def site_worker(name: str, options: FederatedOptions) -> ClientWorker:
     encoded = encode(data, processor)
     strategy = choose(args.strategy, args.regularizers).strategy
     set_seed(args.seed)
-    make = empty_model if isinstance(strategy, ProxyStrategy) else load_model
+    gets_all = isinstance(strategy, ProxyStrategy)
+    make = empty_model if gets_all else load_model
     model = make(run.model_name_or_path, data.task, run.model_revision, run.dtype)
     resident = Resident(model, data.task, processor, encoded.data_collator, options.run)
-    return ClientWorker(name, resident, encoded.train, protection_of(options.federated, resident.aligns))
+    protection = protection_of(options.federated, resident.aligns)
+    return ClientWorker(name, resident, encoded.train, protection, made_empty=gets_all)

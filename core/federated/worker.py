@@ -19,7 +19,7 @@ from .resident import Resident
 from .stand_in import unpack
 
 DESCRIBE, TRAIN = "describe", "train"
-ADAPTER, STATISTICS = "adapter", "statistics"
+ADAPTER, STATISTICS, INITIAL = "adapter", "statistics", "initial"
 _LOGGER = logging.getLogger("tunery")
 
 
@@ -33,16 +33,25 @@ class ClientWorker:
         protection: clipping and noise.
         noise_seed: of the noise; default: the machine's randomness, so that nobody else can take the noise off again. Only a
             simulation gives one.
+        made_empty: whether the model's weights all come from the server, those that regularizers hold on to too.
     """
 
     def __init__(
-        self, name: str, resident: Resident, rows: Any, protection: Protection, noise_seed: int | None = None
+        self,
+        name: str,
+        resident: Resident,
+        rows: Any,
+        protection: Protection,
+        noise_seed: int | None = None,
+        *,
+        made_empty: bool = False,
     ) -> None:
         self.name = name
         self._resident = resident
         self._rows = rows
         self._protection = protection
         self._noise_seed = noise_seed
+        self._made_empty = made_empty
         # A stand-in comes from the server; any other model is what the client has loaded itself.
         self.version = "" if resident.proxy is not None else resident.fingerprint
 
@@ -76,6 +85,9 @@ class ClientWorker:
             )
         if resident.proxy is not None:
             unpack(resident.frozen(), request)
+            if self._made_empty and (initial := request.group(INITIAL)):
+                _check_fits(initial, resident.state())
+                resident.attach_anew(initial)
             self.version = str(asked["version"])
         received = request.group(ADAPTER)
         _check_fits(received, resident.state())
