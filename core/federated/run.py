@@ -23,7 +23,7 @@ from ..data import DataArguments, TaskData, encode, load_tasks
 from ..data.loading import FILE_TYPES, load_splits, quiet, sample
 from ..models import load_model, load_processor
 from ..recipe import choose
-from ..run import RESULT, check_writable, peak_memory, refuse_mixing, remove, stored_parameters
+from ..run import RESULT, check_writable, data_keys, peak_memory, refuse_mixing, remove, stored_parameters
 from ..sharding import parameter_counts
 from .arguments import FederatedArguments, FederatedOptions
 from .checkpoint import LOG, ROUNDS, Checkpoints, Progress, RoundLog
@@ -282,6 +282,7 @@ def _finish(
         "seed": resident.trainer.run.seed,
         "plugins": resident.trainer.recipe.describe(),
         "base_model": options.run.run.model_name_or_path,
+        "data": data_keys(options.run),
         "versions": versions(),
     }
     plot_rounds(

@@ -20,6 +20,7 @@ from tunery.core.federated.run import assemble, in_process
 from tunery.core.federated.server import Server
 from tunery.core.finished import export_run, load_run
 from tunery.core.models import load_processor
+from tunery.core.probe_points import probe_run
 from tunery.registry.errors import RecipeError
 
 KEYS = {"strategy": "half_width:every=2", "server_fraction": 0.25, "num_rounds": 5, "client_fraction": 0.5}
@@ -212,3 +213,13 @@ def test_a_stand_in_aligned_during_tuning_loads_back(distill_steps: int, run_fed
     found = load_run(tmp_path / "run").model.state_dict()
     kept = load_file(tmp_path / "run" / "rounds" / "round-00002" / "stand_in.safetensors")
     assert all(torch.equal(found[name], value) for name, value in kept.items())
+
+
+def test_a_federation_is_probed_like_any_run(run_federation, tmp_path: Path):
+    """As its refusal of ``probes`` says: the finished folder will do, and knows the rows it was evaluated on."""
+    keys = {"strategy": "proxy_sub_fm:r=2,ratio=0.5,retained=[0],realign_every=0", "num_rounds": 1}
+    with pytest.raises(RecipeError, match="measure the finished run: tunery probe NAME --model RUN"):
+        run_federation(tmp_path / "run", **keys, probes=["gradient_gap"])
+    run_federation(tmp_path / "run", **keys)
+    measured = {row["name"]: row["value"] for row in probe_run("gradient_gap", tmp_path / "run") if "layer" not in row}
+    assert measured["gap"] > 0 and measured["ratio"] == pytest.approx(measured["gap"] / measured["gradient"])
