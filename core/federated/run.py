@@ -34,7 +34,7 @@ from .pictures import CURVE, plot_rounds
 from .protection import protection_of
 from .resident import Resident
 from .rounds import Rounds
-from .rows import no_rows
+from .rows import no_rows, with_its_one_file
 from .server import Server
 from .worker import ClientWorker
 
@@ -134,7 +134,8 @@ def assemble(options: FederatedOptions, *, simulated: bool = True) -> Federation
     args, federated = options.run.training, options.federated
     seed = args.seed
     set_seed(seed)
-    (data,) = load_tasks(options.run.data, seed=seed if args.data_seed is None else args.data_seed)
+    source = options.run.data if simulated else with_its_one_file(options.run.data)
+    (data,) = load_tasks(source, seed=seed if args.data_seed is None else args.data_seed)
     run = options.run.run
     processor = load_processor(run.model_name_or_path, data.task, run.model_revision)
     encoded = encode(data, processor)

@@ -151,6 +151,17 @@ def test_sites_bring_their_own_rows(parties: dict[str, Path], tmp_path: Path):
     assert all(row["clients"] == ["site-1"] for row in rows)
 
 
+@pytest.mark.parametrize("key", ["validation_file", "train_file"])
+def test_a_servers_one_file_evaluates(key: str, parties: dict[str, Path], tmp_path: Path):
+    """All of its rows, whichever of the two keys names it."""
+    keys = json.loads(parties["server"].read_text(encoding="utf-8")) | {"num_rounds": 1}
+    file = keys.pop("train_file")
+    del keys["validation_file"]
+    parties["server"].write_text(json.dumps(keys | {key: file}), encoding="utf-8")
+    result = in_this_process(parties, tmp_path / "run")
+    assert result["examples"]["validation"] == len(Path(file).read_text(encoding="utf-8").splitlines())
+
+
 @pytest.mark.parametrize("regularizer", ["l2_sp:alpha=10", "mixout:p=0.5"])
 def test_what_a_site_without_weights_is_pulled_to(
     regularizer: str, tiny: Any, parties: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
