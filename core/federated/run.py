@@ -156,7 +156,7 @@ def assemble(options: FederatedOptions, *, simulated: bool = True) -> Federation
     set_seed(seed)  # a site draws its head right after it, too
     model = load_model(run.model_name_or_path, data.task, run.model_revision, run.dtype)
     is_proxy = isinstance(choose(args.strategy).strategy, ProxyStrategy)
-    full = copy.deepcopy(model) if is_proxy else None
+    full = _twin(model) if is_proxy else None
     resident = Resident(model, data.task, processor, encoded.data_collator, options.run)
     _check(resident, server_rows, federated)
     return Federation(
@@ -168,6 +168,11 @@ def assemble(options: FederatedOptions, *, simulated: bool = True) -> Federation
         server_rows=server_rows,
         full=full,
     )
+
+
+def _twin(model: Any) -> Any:
+    """Return a copy of a model whose parameters and buffers are the model's own: what a stand-in keeps is there once."""
+    return copy.deepcopy(model, {id(value): value for value in (*model.parameters(), *model.buffers())})
 
 
 def _check(resident: Resident, server_rows: Any, federated: FederatedArguments) -> None:

@@ -42,7 +42,7 @@ class Server:
         self.adapter = self._initial = resident.state()
         self.run_id = run_id
         self.changes: list[Changes] = []
-        self._full = full
+        self._full = None if full is None else full.to(resident.trainer.args.device)
         self._validation = validation
         self._rows = rows
         self._has: dict[str, str] = {}

@@ -170,6 +170,23 @@ def test_server_data_from_a_file(half_width, run_federation, tmp_path: Path):
         run_federation(tmp_path / "noise", **keys, clip_norm=1.0, noise_multiplier=0.1)
 
 
+def test_what_the_stand_in_keeps_is_in_memory_once(given, tmp_path: Path):
+    """Beside the whole model the stand-in has its narrow blocks, its adapter and its head, and shares the rest."""
+    keys = {"strategy": "proxy_sub_fm:r=2,ratio=0.5,retained=[0]", "server_fraction": 0.2}
+    made = assemble(build_federated_options(given(tmp_path / "run", **keys)))
+    whole = {value.data_ptr() for value in made.full.state_dict().values()}
+    named = made.resident.model.state_dict()
+    own = {name for name, value in named.items() if value.data_ptr() not in whole}
+    narrow = {name for name in own if ".layer.1." in name and "attention" not in name}
+    assert {name.rpartition("layer.1.")[2] for name in narrow} == {
+        "intermediate.dense.weight",
+        "intermediate.dense.bias",
+        "output.dense.weight",
+        "output.dense.bias",
+    }
+    assert all("lora" in name or "classifier.modules_to_save" in name for name in own - narrow)
+
+
 @pytest.fixture(scope="module")
 def deep_base(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model with four layers, so that there is a middle to leave out, and weights so large that it is missed."""
