@@ -184,6 +184,7 @@ class RunContext:
         stage: the stage being trained before the last one; ``None`` for the run itself.
         regularizers: names of the run's regularizers, which look at one forward pass a micro-batch.
         revision: the base model's commit, branch or tag on a hub; ``None`` where it came from files or nobody said.
+        optimizer: its name in lower case, as transformers or DeepSpeed has it, or that of its class; empty where nobody said.
     """
 
     tasks: tuple[Task, ...]
@@ -195,6 +196,7 @@ class RunContext:
     stage: Stage | None = None
     regularizers: tuple[str, ...] = ()
     revision: str | None = None
+    optimizer: str = ""
     find_anatomy: Callable[[nn.Module], Anatomy] = field(repr=False)
 
     @property
