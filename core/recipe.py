@@ -113,9 +113,11 @@ class Recipe:
                 raise CompatibilityError(
                     f"{asked} does not go with activation_checkpointing", owner=owner, remedy="leave one of them out"
                 )
-            for other in sorted(names & supports.excludes):
+            for other in sorted(names & supports.excludes.keys()):
                 raise CompatibilityError(
-                    f"{asked} does not go with {other!r}", owner=owner, remedy="leave one of them out"
+                    f"{asked} does not go with {other!r}: {supports.excludes[other]}",
+                    owner=owner,
+                    remedy="leave one of them out",
                 )
             if supports.needs_anatomy:
                 run.anatomy(model)

@@ -299,7 +299,7 @@ class Support:
         tasks: the task kinds it takes; ``None`` for all.
         zero_stages: the ZeRO stages it takes; 0 stands for one process and DDP.
         activation_checkpointing: whether layers may be re-run in the backward pass.
-        excludes: names of plugins it cannot be combined with.
+        excludes: names of plugins it cannot be combined with, each with the reason.
         needs_anatomy: whether it must know where the model keeps its parts.
         several_tasks: whether one batch may hold rows of several tasks, each with its own labels.
     """
@@ -307,6 +307,6 @@ class Support:
     tasks: frozenset[TaskKind] | None = None
     zero_stages: frozenset[int] = ALL_ZERO_STAGES
     activation_checkpointing: bool = True
-    excludes: frozenset[str] = frozenset()
+    excludes: Mapping[str, str] = field(default_factory=dict)
     needs_anatomy: bool = False
     several_tasks: bool = False

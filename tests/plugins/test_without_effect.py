@@ -19,6 +19,7 @@ from tunery.registry.errors import CompatibilityError
         ("head", "lnsr", "'lnsr' finds no layer that trains"),
         ("head", "l2_sp:beta=0", "'l2_sp' would do nothing: 2 parameters train, 0 of them pre-trained"),
         ("lora:r=2", "l2_sp:beta=0", "'l2_sp' would do nothing: 10 parameters train, 0 of them pre-trained"),
+        ("lp_ft", "mhloss", "'lp_ft' does not go with 'mhloss': it starts from heads of its own"),
         ("lora:r=2", "mixout", "'mixout' finds no linear layer with a pre-trained weight that trains"),
     ],
 )
