@@ -78,6 +78,7 @@ def runs_csv(table: Standings) -> str:
             "steps": cell.train_info.get("steps"),
             "trainable_parameters": (cell.train_info.get("parameters") or {}).get("trainable"),
             "fingerprint": cell.inputs.get("fingerprint"),
+            "part_of": cell.joint or None,
             "error": cell.error,
         }
         for cell in table.results.cells

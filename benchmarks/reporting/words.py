@@ -175,6 +175,10 @@ def overview(table: Standings) -> list[str]:
         lines.append(
             f"{missing} cell{'' if missing == 1 else 's'} of the suite {'has' if missing == 1 else 'have'} no result yet."
         )
+    for run in dict.fromkeys((cell.joint, cell.method) for cell in results.cells if cell.joint):
+        parts = dict.fromkeys(cell.task for cell in results.cells if (cell.joint, cell.method) == run)
+        said = f"{run[1]} trains {listed(tuple(parts))} in one run, {run[0]}"
+        lines.append(f"{said}; seconds and parameters of a task are an equal share of it.")
     if results.damaged:
         lines.append(f"{counted(tuple(results.damaged), 'damaged file')} moved aside and not counted.")
     return lines
@@ -187,7 +191,7 @@ def _missing(results: Results) -> int:
     skipping = [item for item in suite.get("overrides") or () if item.get("skip")]
     skips = [Override(tasks=item.get("tasks", "*"), methods=item.get("methods", "*")) for item in skipping]
     asked = [pair for pair in itertools.product(tasks, methods) if not any(one.matches(*pair) for one in skips)]
-    ran = {cell.key for cell in results.cells}
+    ran = {cell.run for cell in results.cells}
     return sum((*pair, seed) not in ran for pair in asked for seed in suite.get("seeds") or results.seeds)
 
 
