@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -63,6 +64,6 @@ def _part(cell: CellResult, task: str, tasks: Sequence[str]) -> CellResult:
         main_metric=own["main_metric"],
         higher_is_better=not lower_is_better(own["main_metric"]),
         majority=own["majority"],
-        curve=tuple((int(step), float(value)) for step, value in own["curve"]),
+        curve=tuple((int(step), math.nan if value is None else float(value)) for step, value in own["curve"]),
         train_info=info,
     )

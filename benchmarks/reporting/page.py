@@ -108,17 +108,17 @@ def _facts(table: Standings) -> str:
 
 def _findings(table: Standings) -> str:
     found = conclusions(table)
+    notes = "".join(f"<p>{escape(line)}</p>" for line in overview(table)[1:])
     if not found:
-        return f"<p>{escape(table.baseline)} is the only method: there is nothing to compare it with.</p>"
+        return f"{notes}<p>{escape(table.baseline)} is the only method: there is nothing to compare it with.</p>"
     items = "".join(
         f'<li class="{one.verdict}"><b>{escape(one.method)}</b><span class="badge">{_BADGES[one.verdict]}</span><br>'
         f"{escape(one.text)}</li>"
         for one in found
     )
-    missing = "".join(f"<p>{escape(line)}</p>" for line in overview(table)[1:])
     several = len(figures.overall(table)) > 1
     return (
-        f'{missing}<p class="lead">{escape(headline(found, table.baseline, len(table.results.tasks)))}</p><ul class="said">{items}</ul>'
+        f'{notes}<p class="lead">{escape(headline(found, table.baseline, len(table.results.tasks)))}</p><ul class="said">{items}</ul>'
         + _picture(
             figures.differences(table),
             f"Difference to {escape(table.baseline)} with its 95 % interval. The grey band is what this many seeds could not have"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..comparison import AVERAGE, Standings, Versus
 from ..results import Results, names_in
@@ -179,9 +180,34 @@ def overview(table: Standings) -> list[str]:
         parts = dict.fromkeys(cell.task for cell in results.cells if (cell.joint, cell.method) == run)
         said = f"{run[1]} trains {listed(tuple(parts))} in one run, {run[0]}"
         lines.append(f"{said}; seconds and parameters of a task are an equal share of it.")
+    lines += _mixed(results)
     if results.damaged:
         lines.append(f"{counted(tuple(results.damaged), 'damaged file')} moved aside and not counted.")
     return lines
+
+
+def _mixed(results: Results) -> list[str]:
+    """Return a line for each way in which runs of one task and method, averaged over seeds, had different inputs."""
+    first: dict[tuple[str, str], dict[str, Any]] = {}
+    found: dict[str, dict[str, None]] = {}
+    for cell in results.cells:
+        task, method, _ = cell.run
+        ours = _apart_from_seed(cell.inputs)
+        theirs = first.setdefault((task, method), ours)
+        if ours != theirs:
+            from ..inputs import differences  # the models it looks at are slow to import
+
+            found.setdefault("; ".join(differences(theirs, ours)), {})[f"{method} on {task}"] = None
+    return [
+        f"Runs of different inputs are averaged: {listed(tuple(who)) if len(who) < 5 else f'{len(who)} methods and tasks'},"
+        f" {what}."
+        for what, who in found.items()
+    ]
+
+
+def _apart_from_seed(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    recipe = {key: value for key, value in (inputs.get("recipe") or {}).items() if key != "seed"}
+    return {key: value for key, value in inputs.items() if key != "fingerprint"} | {"recipe": recipe}
 
 
 def _missing(results: Results) -> int:

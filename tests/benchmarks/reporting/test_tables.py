@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import html
 import io
+import itertools
 import json
 import re
 import statistics
@@ -27,6 +29,7 @@ from tunery.benchmarks.reporting.words import (
     number,
     overview,
 )
+from tunery.benchmarks.reporting.writing import write_report
 from tunery.benchmarks.results import ResultError, read_results, sealed
 
 
@@ -170,6 +173,33 @@ def test_missing_cells_are_said(tmp_path: Path, cells: Callable[..., Any]):
     (tmp_path / "suite.json").write_text(json.dumps(suite))
     said = "3 cells of the suite have no result yet."  # rte by lora once, cb by fine_tune twice
     assert overview(standings(read_results(tmp_path)))[1:] == [said]
+
+
+def test_seeds_of_different_recipes_are_said(tmp_path: Path, cells: Callable[..., Any], capsys: Any):
+    """A method whose seed 0 ran longer than the others is named with what differs, wherever the report is read."""
+    for method, seed in itertools.product(("fine_tune", "lora"), range(3)):
+        steps = 20 if (method, seed) == ("lora", 0) else 12
+        recipe = {"max_steps": steps, "seed": seed, "strategy": method}
+        content = cells("rte", method, seed, inputs={"fingerprint": f"{method}{seed}", "recipe": recipe})
+        (tmp_path / f"rte--{method}--seed{seed}.json").write_text(json.dumps(sealed(content)))
+    results = read_results(tmp_path)
+    said = "Runs of different inputs are averaged: lora on rte, recipe.max_steps: 20 -> 12."
+    assert overview(standings(results))[1:] == [said]
+    write_report(results, tmp_path / "report")
+    assert said in capsys.readouterr().out
+    for name in ("report.md", "report.html"):
+        assert html.unescape((tmp_path / "report" / name).read_text()).count(said) == 1
+
+
+def test_a_plugin_in_two_versions_is_said_once(tmp_path: Path, cells: Callable[..., Any]):
+    """What differs in many methods and tasks alike is one line."""
+    for task, method, seed in itertools.product(("rte", "cb", "mrpc"), ("fine_tune", "lora"), range(2)):
+        inputs = {"plugins": {"strategy full": f"tunery 0.{seed}"}}
+        (tmp_path / f"{task}--{method}--seed{seed}.json").write_text(
+            json.dumps(sealed(cells(task, method, seed, inputs=inputs)))
+        )
+    (said,) = overview(standings(read_results(tmp_path)))[1:]
+    assert said.startswith("Runs of different inputs are averaged: 6 methods and tasks, plugins.strategy full: ")
 
 
 def test_loss_is_not_shown_in_points(tmp_path: Path, cells: Callable[..., Any]):
