@@ -64,7 +64,7 @@ class CellResult:
         main_metric: the one that is compared; empty of a cell that failed, unless done ones of its task say which it is.
         higher_is_better: whether a larger value of it is better.
         majority: its value for the majority class; a score that is not better is of a degenerate run.
-        curve: (optimizer step, value of the main metric) of every evaluation.
+        curve: (optimizer step, or federated round; value of the main metric) of every evaluation.
         train_info: seconds, peak memory in bytes, steps, training loss, parameter counts.
         run_info: strategy, regularizers, learning rate, recipe.
         meta_info: versions, provenance of every plugin, start and end.

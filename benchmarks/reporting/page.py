@@ -8,7 +8,7 @@ from html import escape
 from importlib.metadata import version
 
 from ..comparison import AVERAGE, Standings, Versus
-from . import figures, scatter
+from . import figures, rounds, scatter
 from .layout import grid
 from .markup import chip, html_score_table, html_table
 from .provenance import failures, origins, protocol, ran, software
@@ -51,6 +51,7 @@ def page(table: Standings, sheets: Mapping[str, str], versus: Iterable[Versus] |
             "Learning curves",
             _with_legend(table, figures.curves(table), _CURVES, narrow=len(table.results.tasks) == 1),
         ),
+        "rounds": ("Rounds and traffic", _rounds(table)),
         "tests": ("Every test", _tests(table)),
         "failures": ("Failed runs", failures(table.results)),
         "protocol": ("Protocol", protocol(table.results)),
@@ -81,9 +82,7 @@ _SEEDS = (
 )
 _COST = "The line joins the methods that no other beats at the same cost or less. Means over runs."
 _STABILITY = "Left: towards the upper left is better and steadier. Right: what a method changes on each task."
-_CURVES = (
-    "Mean over seeds; the band goes from the worst to the best seed, at steps that at least half of the runs reached."
-)
+_CURVES = "Mean over seeds; the band goes from the worst to the best seed, at steps or rounds that at least half of the runs reached."
 
 
 def _facts(table: Standings) -> str:
@@ -151,6 +150,11 @@ def _change(table: Standings, versus: Iterable[Versus] | None) -> str:
         return ""
     rows = against_rows(versus, table.scale)
     return f"<p>Every method against itself, by task and seed.</p>{html_table(rows, text=2)}"
+
+
+def _rounds(table: Standings) -> str:
+    found = rounds.rows(table)
+    return f'{html_table(found, text=2)}<p class="note">{rounds.READING}</p>' if found else ""
 
 
 def _tests(table: Standings) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from ..comparison import AVERAGE, Standings, Versus
 from ..statistics import Comparison, Summary
+from .rounds import records
 
 
 def statistics_csv(table: Standings) -> str:
@@ -60,6 +61,11 @@ def _comparison(one: Versus | None) -> dict[str, object]:
         "variance_p_holm": one.variance_p,
         "detectable": found.detectable,
     }
+
+
+def rounds_csv(table: Standings) -> str:
+    """Return the rounds that each method needs on each task, its bytes and its clients' seconds; empty without rounds."""
+    return _csv(records(table))
 
 
 def runs_csv(table: Standings) -> str:

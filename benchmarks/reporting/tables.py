@@ -112,10 +112,11 @@ def markdown(table: Standings, notes: Sequence[str]) -> str:
     return "\n".join([*lines, ""])
 
 
-def against_markdown(versus: Iterable[Versus], scale: Mapping[str, float], title: str) -> str:
-    """Return a table of differences in Markdown."""
-    header, *rows = against_rows(versus, scale)
-    lines = [f"## {title}".translate(_MARKDOWN), "", _row(header), _row(["---", "---", *("---:" for _ in header[2:])])]
+def markdown_section(found: Sequence[Sequence[str]], title: str, note: str = "") -> str:
+    """Return a heading, a note and a table whose first two columns are text, in Markdown; its first row is the header."""
+    header, *rows = found
+    lines = [f"## {title}".translate(_MARKDOWN), "", *([note, ""] if note else [])]
+    lines += [_row(header), _row(["---", "---", *("---:" for _ in header[2:])])]
     return "\n".join(["", *lines, *(_row([cell.translate(_MARKDOWN) for cell in row]) for row in rows), ""])
 
 
