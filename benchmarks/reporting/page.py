@@ -12,7 +12,7 @@ from . import figures, rounds, scatter
 from .layout import grid
 from .markup import chip, html_score_table, html_table
 from .provenance import failures, origins, protocol, ran, software
-from .reference import read_reference
+from .reference import QUOTED, read_reference
 from .style import CSS
 from .tables import against_rows, summary_rows
 from .words import READING, conclusions, headline, overview
@@ -133,7 +133,7 @@ def _scores(table: Standings) -> str:
     tables = f'<div class="scroll">{html_score_table(laid, captions, table)}</div>'
     quoted = read_reference(table.results, table.baseline)
     if quoted:
-        caption = f"{escape(quoted.title)} <small>as printed; not run here</small>"
+        caption = f"{escape(quoted.title)} <small>{QUOTED}</small>"
         tables += f'<div class="scroll quoted">{html_score_table(quoted.grid, caption)}</div>'
     shade = "linear-gradient(90deg, rgba(var(--red),var(--depth)), transparent, rgba(var(--green),var(--depth)))"
     return (

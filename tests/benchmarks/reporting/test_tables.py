@@ -10,6 +10,7 @@ import json
 import re
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -214,7 +215,8 @@ def test_loss_is_not_shown_in_points(tmp_path: Path, cells: Callable[..., Any]):
 
 def test_markdown(table: Any):
     """Every line of the table has as many cells as the header; names are escaped; the best mean is bold."""
-    lines = [line for line in markdown(table, ["a note"]).splitlines() if line.startswith("|")]
+    text = markdown(table, ["a note"]).partition("\n## ")[0]
+    lines = [line for line in text.splitlines() if line.startswith("|")]
     assert {line.count("|") for line in lines} == {8}
     assert lines[2].startswith(r"| fine\_tune |")
     assert all(line.count("**") in (0, 2, 4, 6, 8, 10) for line in lines)
@@ -233,6 +235,20 @@ def test_latex(table: Any):
         assert shades == [
             "green" if c.steadier > 0 else "red" for c in cells if c.steadier and round(55 * abs(c.steadier))
         ]
+
+
+def test_the_papers_table_stands_below(table: Any):
+    """What a suite quotes is a second table of its own in Markdown and LaTeX too, said to be printed and not run."""
+    ours, quoted = markdown(table, []).split("## Table 2 of a paper")
+    assert quoted.startswith("\n\nas printed; not run here.\n\n| method | rte | mrpc | cb |\n")
+    assert r"| mmr | 75.59±0.55 (" in quoted
+    assert "lnsr" not in ours
+    ours, quoted = latex(table, []).split("% Table 2 of a paper: as printed; not run here\n")
+    assert quoted.startswith("\\begin{tabular}{lrrr}\n")
+    assert quoted.count(r"$\pm$") == 4 * 3
+    assert "lnsr" not in ours
+    bare = replace(table, results=replace(table.results, suite={}))
+    assert markdown(bare, []).count("| --- |") == latex(bare, []).count("tabular}{") == 1
 
 
 def test_csv_holds_every_digit(table: Any, made_up: Path):
