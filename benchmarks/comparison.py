@@ -44,7 +44,7 @@ class Standings:
     Attributes:
         results: every cell.
         baseline: the method the others are compared with.
-        scale: by task, what a score is multiplied by to be shown: 100, in points; 1 of what is no score, such as a loss.
+        scale: by task, what a score is multiplied by to be shown: 100, in points; 1 of a loss, of which less is better.
         summaries: by task and method, of those that have a score.
         failed: by task and method, how many runs failed or were degenerate.
         averages: by method, mean and standard deviation over seeds averaged over tasks, as papers print them; of methods
@@ -90,9 +90,10 @@ def standings(results: Results, baseline: str | None = None) -> Standings:
         )
         for (task, method), found in scores.items()
     }
-    scale = {task: _scale(higher[task], task, scores) for task in results.tasks}
+    scale = {task: 100.0 if higher[task] else 1.0 for task in results.tasks}
     averages = {}
-    if set(scale.values()) == {100}:
+    average = in_points(results.tasks, higher)
+    if average:
         for method in methods:
             found = [summaries.get((task, method)) for task in results.tasks]
             whole = [summary for summary in found if summary is not None]
@@ -102,7 +103,7 @@ def standings(results: Results, baseline: str | None = None) -> Standings:
                 averages[method] = (sum(summary.mean for summary in whole) / len(whole), spread)
     others = [method for method in methods if method != chosen]
     theirs = {(task, method): scores.get((task, chosen), {}) for task in results.tasks for method in others}
-    versus = compare_scores(scores, theirs, results.tasks, others, higher, average=set(scale.values()) == {100})
+    versus = compare_scores(scores, theirs, results.tasks, others, higher, average=average)
     return Standings(
         results=results,
         baseline=chosen,
@@ -125,7 +126,7 @@ def compare_runs(results: Results, other: Results) -> list[Versus]:
     for task in tasks:
         check_metric(results, task, metric_of(other, task)[0], "there", str(other.folder))
     ours, theirs = scores_of(results), scores_of(other)
-    average = in_points(tasks, higher, ours, theirs)
+    average = in_points(tasks, higher)
     found = compare_scores(ours, theirs, tasks, results.methods, higher, average=average)
     if not found:
         raise ResultError(f"{results.folder} and {other.folder} share no task, method and seed that ran in both")
@@ -252,12 +253,6 @@ def check_metric(results: Results, task: str, other: str, where: str, owner: str
         raise ResultError(f"task {task!r} is scored by {name} here and by {other} {where}", owner=owner)
 
 
-def in_points(tasks: Iterable[str], higher: Mapping[str, bool], *found: Scores) -> bool:
-    """Whether every task is scored in points, so that there is a mean over tasks."""
-    return {_scale(higher[task], task, scores) for task in tasks for scores in found} == {100}
-
-
-def _scale(higher: bool, task: str, scores: Scores) -> float:
-    """Return 100 for what lies within -1..1 and is better when higher, as every score does; 1 for a loss."""
-    values = [value for (name, _), found in scores.items() if name == task for value in found.values()]
-    return 100 if higher and all(abs(value) <= 1 for value in values) else 1
+def in_points(tasks: Iterable[str], higher: Mapping[str, bool]) -> bool:
+    """Whether every task is scored in points, so that there is a mean over tasks: no metric is a loss."""
+    return all(higher[task] for task in tasks)

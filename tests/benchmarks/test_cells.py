@@ -12,9 +12,10 @@ import pytest
 from safetensors.torch import load_file
 
 from tunery.benchmarks.cells import result_path, state_of
-from tunery.benchmarks.inputs import inputs_of
+from tunery.benchmarks.inputs import differences, inputs_of
 from tunery.benchmarks.measuring import measure
-from tunery.benchmarks.results import read_cell
+from tunery.benchmarks.results import read_cell, read_results
+from tunery.registry.errors import DataError, TuneryError
 from tunery.registry.loading import load_plugins
 
 Run = Callable[..., Any]
@@ -190,6 +191,15 @@ def test_several_tasks_in_one_run(place: Any, run: Run):
     both = (result["metrics"]["first_accuracy"] + result["metrics"]["second_accuracy"]) / 2
     assert result["metrics"]["mean"] == pytest.approx(both)
     assert result["train_info"]["examples"] == {"train": 72, "validation": 8, "test": 40}
+    alone = {cell.task: cell for cell in read_results(place.folder / "results").cells}
+    assert {cell.run for cell in alone.values()} == {("both", "multi_lora", 0)}
+    for name in ("first", "second"):
+        rows = [json.loads(line)["label"] for line in (place.data / name / "validation.jsonl").read_text().splitlines()]
+        assert alone[name].score == result["metrics"][f"{name}_accuracy"]
+        assert alone[name].majority in [pytest.approx(rows.count(label) / len(rows)) for label in ("yes", "no")]
+        assert [step for step, _ in alone[name].curve] == [2, 4]
+    curves = [[value for _, value in part.curve] for part in alone.values()]
+    assert [sum(pair) / 2 for pair in zip(*curves, strict=True)] == pytest.approx([v for _, v in result["curve"]])
     assert set(result["inputs"]["data"]) == {
         f"{name}/{split}.jsonl" for name in ("first", "second") for split in ("train", "validation")
     }

@@ -68,6 +68,11 @@ def test_shipped_suites_can_be_run(name: str, tmp_path: Path):
         ({"seed": 1}, "seed: Extra inputs"),
         ({"methods": {"a--b": {}}}, "method 'a--b' is no name"),
         ({"tasks": {"a/b": {}}}, "task 'a/b' is no name"),
+        ({"tasks": {"average": {}}}, "task 'average' is what the report calls the mean over tasks"),
+        (
+            {"tasks": {"both": {"tasks": [{"name": "a"}, {"name": "average"}]}}},
+            "task 'average' is what the report calls",
+        ),
         ({"defaults": {"learning_rat": 1}}, "no key 'learning_rat'.*did you mean 'learning_rate'"),
         ({"overrides": [{"keys": {"nothing": 1}}]}, "no key 'nothing'"),
         ({"tasks": {"t": {"protocol": 5}}}, "protocol 5 is no list of pieces"),
@@ -89,6 +94,8 @@ def test_rounds_search_no_learning_rate(place: Any):
 def test_unknown_suite():
     with pytest.raises(RecipeError, match=r"no suite 'smok'.*did you mean 'smoke'"):
         read_suite("smok")
+    with pytest.raises(RecipeError, match=r"no suite 'overtraining_figure2'.* recipes of tunery sensitivity"):
+        read_suite("overtraining_figure2")
 
 
 def test_selecting_cells(place: Any):
