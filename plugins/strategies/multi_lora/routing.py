@@ -9,6 +9,8 @@ import torch
 
 from ....registry.errors import DataError
 
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
 
 @dataclass(frozen=True)
 class Groups:
@@ -89,13 +91,21 @@ class Router:
             rows: rows of the batch.
 
         Raises:
-            DataError: a row of an unknown task, or rows without a task where none is active.
+            DataError: a row of an unknown task, rows without a task where none is active, or ``task_ids`` that do not say
+                one for each row.
         """
         if task_ids is None:
             if self.active is None:
                 remedy = "pass task_ids, or choose one with set_task"
                 raise DataError("a batch without task_ids", known=self.tasks, remedy=remedy)
             task_ids = torch.full((rows,), self.number(self.active))
+        if not isinstance(task_ids, torch.Tensor) or task_ids.dtype not in _INTEGERS:
+            kind = task_ids.dtype if isinstance(task_ids, torch.Tensor) else type(task_ids).__name__
+            raise DataError(f"task_ids of type {kind}", known=self._numbered(), remedy="give a tensor of integers")
+        if task_ids.numel() != rows:
+            raise DataError(
+                f"{task_ids.numel()} task_ids for {rows} rows", known=self._numbered(), remedy="give every row one"
+            )
         self.groups = self._grouped(task_ids.reshape(-1))
         return self.groups
 
@@ -104,8 +114,7 @@ class Router:
         counts = [0] * len(self.tasks)
         for number in numbers:
             if not 0 <= number < len(counts):
-                known = [f"{index} ({name})" for index, name in enumerate(self.tasks)]
-                raise DataError(f"a row with task id {number}", known=known)
+                raise DataError(f"a row with task id {number}", known=self._numbered())
             counts[number] += 1
         tasks = tuple(number for number, count in enumerate(counts) if count or self.everyone)
         sizes = tuple(counts[number] for number in tasks)
@@ -114,6 +123,9 @@ class Router:
         place = torch.searchsorted(torch.tensor(tasks, device=task_ids.device), task_ids)
         order = None if numbers == sorted(numbers) else torch.argsort(task_ids, stable=True)
         return Groups(tasks, sizes, order, place)
+
+    def _numbered(self) -> list[str]:
+        return [f"{index} ({name})" for index, name in enumerate(self.tasks)]
 
     def groups_of(self, x: torch.Tensor, module: str) -> Groups:
         """Return the groups of the rows of ``x``, shape (rows, ...).
