@@ -445,6 +445,14 @@ def test_model_without_a_head_is_refused() -> None:
         get_peft_model(base, MultiLoraConfig(tasks=TASKS, target_modules=["query"]))
 
 
+def test_run_without_a_fresh_head_is_refused(tmp_path: Path) -> None:
+    """As plain PEFT is, and before anything is trained."""
+    job = Trial(strategy="multi_lora:r=4", tasks=3, batch=12, rows=36).job("one", tmp_path / "run")
+    args, tasks = tunery.TrainingArguments(**job.arguments()), MODELS["bert_classifier"].tasks(3)
+    with pytest.raises(CompatibilityError, match="BertModel has no fresh head to give the tasks; start from a model"):
+        tunery.Trainer(model=transformers.BertModel.from_pretrained(job.base), args=args, task=tasks)
+
+
 @pytest.mark.parametrize(
     ("task_ids", "words"),
     [
@@ -609,6 +617,26 @@ def test_who_looks_on_sees_the_whole_batch() -> None:
     torch.testing.assert_close(seen[True], seen[False])
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+def test_layers_that_run_again_find_the_whole_batch() -> None:
+    """With activation checkpointing nothing is split, in either pass, and the gradients are those without it."""
+    mask = (torch.arange(20) < torch.tensor([2, 20] * 12)[:, None]).long()
+    labels = torch.zeros(24, dtype=torch.float64)
+    batch = {"input_ids": mask * 5, "attention_mask": mask, "task_ids": torch.arange(24) % 3, "labels": labels}
+    found, seen = {}, []
+    for again in (False, True):
+        model = adapted().train()
+        model.base_model.split = again
+        if again:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            layer = model.base_model.model.bert.encoder.layer[0]
+            layer.attention.register_forward_hook(lambda module, args, output: seen.append(args[0].shape))
+        model(**batch).loss.backward()
+        found[again] = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert seen == [(24, 20, 16)] * 2
+    torch.testing.assert_close(found[True], found[False], rtol=0, atol=1e-12)
+
+
 def test_padding_on_the_left_is_kept() -> None:
     """A row that ends where the batch ends needs all its positions."""
     mask = torch.zeros(32, 40, dtype=torch.long)
@@ -617,7 +645,7 @@ def test_padding_on_the_left_is_kept() -> None:
 
 
 def test_regularizers_see_one_forward_pass(tmp_path: Path) -> None:
-    """A run with one, or one whose layers run again in the backward pass, does not split."""
+    """A run with one does not split."""
     trial = Trial(strategy="multi_lora:r=4", tasks=3, batch=12, rows=36)
     assert trial.trainer(tmp_path / "plain").model.base_model.split
     assert not trial.but(regularizers=("l2_sp",)).trainer(tmp_path / "with").model.base_model.split
