@@ -51,7 +51,8 @@ class MultiLora(Strategy):
             r: rank of the update; the paper's NLU runs take 8, its NLG runs 4.
             alpha: the update is scaled by alpha / r; the paper takes 16 (NLU) and 32 (NLG).
             dropout: probability of zeroing an element of x before A, in training; the paper takes 0.1 for NLG.
-            target_modules: last parts of module names to adapt; default: the attention's query and value projections.
+            target_modules: last parts of module names to adapt; default: the attention's query and value projections. Of
+                GPT-2 that is c_attn, one module with the key in it.
             init: how the shared factor is drawn: default (uniform in +-1/sqrt(inputs), section 5) or gaussian (N(0, 1),
                 Algorithm 1).
             frozen: the shared factor: a (input side, section 5) or b (output side, Algorithm 1).
