@@ -257,6 +257,19 @@ def test_beams_keep_their_task() -> None:
         model.set_task(task)
         assert torch.equal(found[-1], model.merge_and_unload().generate(input_ids=ids, **settings))
     assert not torch.equal(*found)
+    model = make()
+    for task_ids in ([1, 0], [0, 1], [1, 1]):
+        together = model.generate(input_ids=ids, task_ids=torch.tensor(task_ids), **settings)
+        for row, task in enumerate(task_ids):
+            width = max(together.shape[1], found[task].shape[1])
+            both = [functional.pad(answer, (0, width - answer.shape[1])) for answer in (together, found[task])]
+            assert torch.equal(both[0][row], both[1][row])
+    with pytest.raises(DataError, match=r"1 task_ids for 2 rows; known: 0 \(e2e\), 1 \(dart\)"):
+        model.generate(input_ids=ids, task_ids=torch.tensor([1]), **settings)
+    with pytest.raises(DataError, match="a batch without task_ids"):  # nothing is left of the last call
+        model(input_ids=ids)
+    with pytest.raises(DataError, match="a batch without task_ids"):
+        model.generate(input_ids=ids, **settings)
 
 
 def test_saved_adapter_loads_with_peft(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +65,7 @@ class Router:
         active: the task of rows that come without one; ``None`` if there is none.
         everyone: whether tasks without a row take part too and get a gradient of zero: ranks that share work in the
             backward pass must all do the same work, and penalties on weights count all of them in every micro-batch.
+        prompts: the tasks of what is being generated from, shape (prompts,); ``None`` where nothing is.
         groups: those of the batch at hand.
     """
 
@@ -71,6 +73,7 @@ class Router:
         self.tasks = list(tasks)
         self.active: str | None = self.tasks[0] if len(self.tasks) == 1 else None
         self.everyone = False
+        self.prompts: torch.Tensor | None = None
         self.groups: Groups | None = None
 
     def number(self, task: str) -> int:
@@ -87,13 +90,16 @@ class Router:
         """Take in the tasks of a batch.
 
         Args:
-            task_ids: integers of shape (rows,), each row's position among the tasks; ``None`` for the active task.
+            task_ids: integers of shape (rows,), each row's position among the tasks; ``None`` for what is being generated
+                from, each prompt repeated as beam search does, or else for the active task.
             rows: rows of the batch.
 
         Raises:
             DataError: a row of an unknown task, rows without a task where none is active, or ``task_ids`` that do not say
                 one for each row.
         """
+        if task_ids is None and self.prompts is not None:
+            task_ids = self.prompts.repeat_interleave(rows // len(self.prompts))
         if task_ids is None:
             if self.active is None:
                 remedy = "pass task_ids, or choose one with set_task"
@@ -108,6 +114,21 @@ class Router:
             )
         self.groups = self._grouped(task_ids.reshape(-1))
         return self.groups
+
+    @contextmanager
+    def generating(self, task_ids: torch.Tensor | None, prompts: int) -> Iterator[None]:
+        """Inside, rows that come without a task are those of so many prompts of these tasks, each prompt repeated.
+
+        Raises:
+            DataError: see :meth:`route`.
+        """
+        if task_ids is not None:
+            self.route(task_ids, prompts)
+        before, self.prompts = self.prompts, task_ids
+        try:
+            yield
+        finally:
+            self.prompts = before
 
     def _grouped(self, task_ids: torch.Tensor) -> Groups:
         numbers = task_ids.tolist()

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.tuners_utils import BaseTuner, check_target_module_exists
 from peft.utils import INCLUDE_LINEAR_LAYERS_SHORTHAND
@@ -136,8 +137,10 @@ class MultiLoraModel(BaseTuner):
             model.set_submodule(name, wrapper)
             if config.inference_mode:
                 wrapper.set_adapter(adapter_name, inference_mode=True)
-        # An attribute of the instance, not a hook: a hook could not run the model in pieces.
+        # Attributes of the instance, not hooks: a hook could not run the model in pieces.
         model.forward = JointForward(self)
+        if hasattr(model, "generate"):
+            model.__dict__["generate"] = self.generate
 
     # ---- choosing, adding, dropping tasks
 
@@ -170,6 +173,21 @@ class MultiLoraModel(BaseTuner):
             yield
         finally:
             self.router.active = before
+
+    def generate(self, *args: Any, task_ids: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        """Generate as the base model does, each prompt with its own task's update, however many beams it has.
+
+        Args:
+            args: of the base model's ``generate``, and likewise ``kwargs``.
+            task_ids: integers of shape (prompts,), each prompt's position among the tasks; default: the chosen task.
+
+        Raises:
+            DataError: a prompt of an unknown task, or ``task_ids`` that do not say one for each prompt.
+        """
+        base: Any = type(self.model)
+        prompts = next((len(value) for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), 1)
+        with self.router.generating(task_ids, prompts):
+            return base.generate(self.model, *args, **kwargs)
 
     def keep_tasks(self, names: Mapping[str, str]) -> None:
         """Keep these tasks, in this order, under these new names, and forget the others.
@@ -232,6 +250,7 @@ class MultiLoraModel(BaseTuner):
             if isinstance(module, MultiLoraLayer | TaskHeads):
                 self.model.set_submodule(path, module.plain(name, merge))
         del self.model.forward
+        self.model.__dict__.pop("generate", None)
         if hasattr(self.model, "peft_config"):
             del self.model.peft_config
         give_labels(self.model.config, task)
