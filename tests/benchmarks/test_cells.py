@@ -12,10 +12,9 @@ import pytest
 from safetensors.torch import load_file
 
 from tunery.benchmarks.cells import result_path, state_of
-from tunery.benchmarks.inputs import differences, inputs_of
+from tunery.benchmarks.inputs import inputs_of
 from tunery.benchmarks.measuring import measure
 from tunery.benchmarks.results import read_cell, read_results
-from tunery.registry.errors import DataError, TuneryError
 from tunery.registry.loading import load_plugins
 
 Run = Callable[..., Any]
