@@ -15,7 +15,7 @@ from ..core.data import DataArguments
 from ..core.data.loading import BUILT_IN, FILE_TYPES
 from ..core.models import resolve
 from ..registry.catalog import Catalog
-from ..registry.selection import parse_selections
+from ..registry.selection import Selection, parse_selections
 from .suite import Cell
 
 _FILES = ("train_file", "validation_file", "test_file")
@@ -26,14 +26,14 @@ def inputs_of(cell: Cell, catalog: Catalog) -> dict[str, Any]:
     """Return everything that decides a cell's result, and the ``fingerprint`` of it.
 
     Files count by content, wherever they lie; plugins by distribution and version. A model or dataset on the hub counts by
-    name and revision.
+    name and revision. Options that no result depends on, such as where ``head`` keeps features, do not count.
 
     Raises:
         TuneryError: the cell cannot be run: data that are none, no such model package or plugin.
     """
     keys = cell.keys
     found: dict[str, Any] = {
-        "recipe": dict(cell.recipe),
+        "recipe": recorded(cell.recipe, catalog),
         "protocol": list(cell.pieces),
         **({} if cell.command == "train" else {"command": cell.command}),
         "threads": cell.threads,
@@ -60,6 +60,18 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
 def _shown(value: Any) -> str:
     text = "nothing" if value is None else json.dumps(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def recorded(recipe: Mapping[str, Any], catalog: Catalog) -> dict[str, Any]:
+    """Return a recipe without the strategy's options that a manifest leaves out; where there are none, as it was written."""
+    found = dict(recipe)
+    for selection in parse_selections(recipe.get("strategy"), "strategy"):
+        config = catalog.find("strategy", selection.name).cls.Config
+        left_out = {item.name for item in dataclasses.fields(config) if not item.metadata.get("recorded", True)}
+        if left_out & selection.options.keys():
+            options = {key: value for key, value in selection.options.items() if key not in left_out}
+            found["strategy"] = str(Selection(selection.name, options))
+    return found
 
 
 def _plugins(keys: Mapping[str, Any], catalog: Catalog) -> dict[str, str]:

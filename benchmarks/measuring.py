@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..core.inflection import lower_is_better
+from ..registry.loading import load_plugins
+from .inputs import recorded
 from .suite import Cell
 
 _MAJORITY = "majority"
@@ -76,6 +78,7 @@ def _federated(cell: Cell, place: Path) -> dict[str, Any]:
 def _content(cell: Cell, result: Mapping[str, Any], args: Any, steps: int) -> dict[str, Any]:
     """Return what both kinds of runs have in common; ``steps`` are those of the curve."""
     info = ("seconds", "peak_memory_bytes", "train_loss", "parameters", "examples")
+    recipe = recorded(cell.recipe, load_plugins().catalog)
     return {
         "status": "done",
         "error": None,
@@ -84,10 +87,10 @@ def _content(cell: Cell, result: Mapping[str, Any], args: Any, steps: int) -> di
         "train_info": {**{key: result[key] for key in info}, "steps": steps},
         "run_info": {
             "command": cell.command,
-            "strategy": args.strategy,
+            "strategy": recipe.get("strategy"),
             "regularizers": args.regularizers or [],
             "learning_rate": args.learning_rate,
-            "recipe": dict(cell.recipe),
+            "recipe": recipe,
         },
         "meta_info": {"plugins": result["plugins"]},
     }
