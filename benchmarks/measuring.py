@@ -10,6 +10,8 @@ from typing import Any
 
 from ..core.inflection import lower_is_better
 from ..registry.errors import RecipeError
+from ..registry.loading import load_plugins
+from .inputs import without_caches
 from .suite import Cell
 
 _MAJORITY = "majority"
@@ -91,6 +93,7 @@ def _federated(cell: Cell, place: Path) -> dict[str, Any]:
 def _content(cell: Cell, result: Mapping[str, Any], args: Any, steps: int) -> dict[str, Any]:
     """Return what both kinds of runs have in common; ``steps`` are those of the curve."""
     info = ("seconds", "peak_memory_bytes", "train_loss", "parameters", "examples")
+    recipe = without_caches(cell.recipe, load_plugins().catalog)
     return {
         "status": "done",
         "error": None,
@@ -99,10 +102,10 @@ def _content(cell: Cell, result: Mapping[str, Any], args: Any, steps: int) -> di
         "train_info": {**{key: result[key] for key in info}, "steps": steps},
         "run_info": {
             "command": cell.command,
-            "strategy": args.strategy,
+            "strategy": recipe.get("strategy"),
             "regularizers": args.regularizers or [],
             "learning_rate": args.learning_rate,
-            "recipe": dict(cell.recipe),
+            "recipe": recipe,
         },
         "meta_info": {"plugins": result["plugins"]},
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import math
 from collections.abc import Callable
@@ -90,6 +91,25 @@ def test_done_is_not_done_again(place: Any, run: Run):
     assert state_of(folder, cell, inputs).status == "done"
     assert run_cell(cell, folder, inputs, replaces=None) is None
     assert result_path(folder, cell).read_bytes() == before
+
+
+def test_cells_share_features(place: Any, run: Run, monkeypatch: pytest.MonkeyPatch):
+    """What a frozen encoder says of a row is filed once for all seeds, scored rows included, and makes no cell stale."""
+    from tunery.plugins.feature_cache import _Store
+
+    methods = {"head": {"strategy": {"name": "head", "cache_dir": "{cache_dir}"}}}
+    tasks = {"first": {"data_files": "{data_dir}/first", "max_steps": 9}}  # an epoch
+    filed = []
+    for cell in place.cells(methods=methods, tasks=tasks):
+        monkeypatch.setattr(_Store, "recent", None)  # a cell is a process
+        result = run(cell)
+        gc.collect()
+        filed.append(sorted((place.folder / "results" / ".work" / "cache").rglob("*.safetensors")))
+        assert (result["status"], result["run_info"]["strategy"]) == ("done", "head")
+    assert filed[0] and filed[0] == filed[1]
+    assert sum(len(load_file(path)["keys"]) for path in filed[0]) == 60  # 36 to train on, 4 to choose by, 20 to score
+    plain = place.cells(methods={"head": {"strategy": "head"}}, tasks=tasks)[1]
+    assert state_of(place.folder / "results", plain, inputs_of(plain, load_plugins().catalog)).status == "done"
 
 
 def test_damaged_result_is_moved_aside(place: Any, run: Run):
