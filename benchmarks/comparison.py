@@ -1,7 +1,8 @@
 """Who did better, and by how much more than the seeds' noise: methods of one suite, or two runs of one suite.
 
 A method is compared with another by the same seeds: on each task, and on average, where a seed's value is its mean over the
-tasks. p-values are corrected by Holm's method within each of the two families, all tasks x methods and all averages.
+tasks. p-values are corrected by Holm's method within each of the two families, all tasks x methods and all averages, and what
+the seeds could have shown is meant after that correction: at alpha / m, the level of the smallest of m p-values.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from itertools import combinations
 
 from ..registry.errors import did_you_mean
 from .results import ResultError, Results
-from .statistics import Comparison, Summary, compare, holm, summarize, variance_p
+from .statistics import ALPHA, Comparison, Summary, compare, detectable_difference, holm, summarize, variance_p
 
 AVERAGE = "average"
 Scores = Mapping[tuple[str, str], Mapping[int, float]]
@@ -26,7 +27,7 @@ class Versus:
         task: the task, or ``average``.
         method: the method; positive differences favour it.
         other: what it is compared with, in :func:`every_pair`.
-        comparison: by seed, in the metric's own unit.
+        comparison: by seed, in the metric's own unit; ``detectable`` at 0.05 over the number of tests in the family.
         p: of the paired t test, corrected by Holm's method; ``None`` of too few seeds.
         variance_p: of Brown and Forsythe's test, corrected likewise; ``None`` also on average.
     """
@@ -201,8 +202,18 @@ def _versus(
 
 
 def _corrected(family: Sequence[Versus]) -> list[Versus]:
+    """Correct the p-values of a family, and what its seeds could have shown: at the level Holm's first step asks for."""
     corrected = holm([one.comparison.p for one in family])
-    return [replace(one, p=p) for one, p in zip(family, corrected, strict=True)]
+    level = ALPHA / max(1, sum(p is not None for p in corrected))
+    return [
+        replace(one, p=p, comparison=_at_level(one.comparison, level)) for one, p in zip(family, corrected, strict=True)
+    ]
+
+
+def _at_level(found: Comparison, alpha: float) -> Comparison:
+    if found.detectable is None or found.sd is None:
+        return found
+    return replace(found, detectable=detectable_difference(found.sd, found.count, alpha=alpha))
 
 
 def scores_of(results: Results) -> dict[tuple[str, str], dict[int, float]]:

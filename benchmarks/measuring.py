@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..core.inflection import lower_is_better
+from ..registry.errors import RecipeError
 from .suite import Cell
 
 _MAJORITY = "majority"
@@ -34,8 +36,11 @@ def _trained(cell: Cell, place: Path) -> dict[str, Any]:
         found = train(build_options(trial))
         searched[rate] = found["metrics"][_main(found)]
     if searched:
+        finite = {rate: score for rate, score in searched.items() if math.isfinite(score)}
+        if not finite:
+            raise RecipeError("learning_rate_search: the model diverged with every rate", remedy="add smaller ones")
         better = min if lower_is_better(found["main_metrics"][0]) else max
-        keys["learning_rate"] = better(searched, key=lambda rate: searched[rate])
+        keys["learning_rate"] = better(finite, key=lambda rate: finite[rate])
     options = build_options({**keys, "output_dir": str(place / "run")})
     result = train(options)
     history = json.loads((place / "run" / "trainer_state.json").read_text(encoding="utf-8"))

@@ -2,7 +2,7 @@
 
 A suite's folder holds ``<task>--<method>--seed<k>.json`` files and ``suite.json``. A file's ``sha256`` is that of the
 canonical JSON (sorted keys, no spaces) of all its other keys, so that a bit that flips on a disk is noticed before it
-enters an average.
+enters an average. ``null`` is a number that is not finite, as a model that diverged has them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..registry.errors import TuneryError
-from .joint import by_task
+from .joint import by_task, curve_of
 
 FORMAT = 1
 SUITE = "suite.json"
@@ -209,10 +209,12 @@ def read_cell(path: Path) -> CellResult:
     if path.name != name:
         raise DamagedResultError(f"{path.name} holds what belongs in {name}")
     try:
-        curve = tuple((int(step), float(value)) for step, value in content["curve"])
+        curve = curve_of(content["curve"])
     except (TypeError, ValueError):
         raise DamagedResultError(f"{path.name} has a curve that is no list of (step, value)") from None
-    return CellResult(**{**{key: content[key] for key in _KINDS}, "curve": curve, "seal": content["sha256"]})
+    metrics = {name: math.nan if value is None else value for name, value in content["metrics"].items()}
+    kept = {key: content[key] for key in _KINDS}
+    return CellResult(**{**kept, "metrics": metrics, "curve": curve, "seal": content["sha256"]})
 
 
 def read_results(folder: Path) -> Results:

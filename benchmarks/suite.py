@@ -86,7 +86,11 @@ class Suite(BaseModel):
     reference: dict[str, Any] = {}
 
     def cells(self, flags: Mapping[str, Any], data_dir: str | None = None) -> list[Cell]:
-        """Return every cell, task by task, then seed by seed, so that methods can be compared early."""
+        """Return every cell, task by task, then seed by seed, so that methods can be compared early.
+
+        Raises:
+            RecipeError: a protocol that is none, or is not one of the suite's command.
+        """
         return [
             self._cell(task, method, seed, flags, data_dir)
             for task in self.tasks
@@ -102,7 +106,11 @@ class Suite(BaseModel):
                 given |= override.keys
         pieces = given.pop("protocol", self.protocol)
         pieces = [pieces] if isinstance(pieces, str) else list(pieces)
-        recipe = {"split_seed": 0, **read_protocol(pieces).keys, **given, **flags, "seed": seed}
+        protocol = read_protocol(pieces)
+        if protocol.learning_rates and self.command == "federate":
+            remedy = "a method for each learning_rate compares them"
+            raise RecipeError("learning_rate_search is of command: train", owner=f"suite {self.name}", remedy=remedy)
+        recipe = {"split_seed": 0, **protocol.keys, **given, **flags, "seed": seed}
         return Cell(self.name, task, method, seed, recipe, tuple(pieces), self.threads, self.command, data_dir)
 
 

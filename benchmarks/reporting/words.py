@@ -229,5 +229,6 @@ def counted(items: Sequence[object], name: str) -> str:
 READING = (
     "mean±sd over seeds, sd with ddof = 1; the average is the mean of the tasks' means and of their sds. Runs no better than the"
     " majority class count with their score; runs without a score count as failed only. Intervals are Student's t, tests are"
-    " paired by seed and corrected by Holm's method within all averages and within all tasks x methods."
+    " paired by seed and corrected by Holm's method within all averages and within all tasks x methods, and the difference that"
+    " seeds can show (with probability 0.8) is one that does so after this correction."
 )

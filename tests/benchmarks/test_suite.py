@@ -83,6 +83,14 @@ def test_refused(place: Any, changes: dict[str, Any], message: str):
         read_suite(str(place.suite(**changes)))
 
 
+def test_rounds_search_no_learning_rate(place: Any):
+    """A search that would not take place is refused, of the suite or of one method."""
+    search = ["learning_rate_search(1e-3, 1e-2)"]
+    for changes in ({"protocol": search}, {"methods": {"m": {"protocol": search}}}):
+        with pytest.raises(RecipeError, match="learning_rate_search is of command: train; in suite tiny"):
+            place.cells(command="federate", **changes)
+
+
 def test_unknown_suite():
     with pytest.raises(RecipeError, match=r"no suite 'smok'.*did you mean 'smoke'"):
         read_suite("smok")

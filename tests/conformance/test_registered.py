@@ -138,6 +138,13 @@ class TestHessianByDifferences(ProbeLaws):
     strategies = ("full",)
 
 
+class TestHessianForward(ProbeLaws):
+    plugin = "hessian:draws=2,method=forward,step=0.5"  # a short one is rounded
+    models = ("bert_classifier",)
+    stages = FEWER
+    strategies = ("full",)
+
+
 class TestFeatureDrift(ProbeLaws):
     plugin = "feature_drift"
     models = ("bert_classifier",)
@@ -218,8 +225,8 @@ def replayed_text() -> str:
 
 
 class TestReplay(RegularizerLaws):
-    plugin = f"replay:data={replayed_text()},share=0.3,length=10"
-    models = ("llama_causal_lm", "gpt2_causal_lm")
+    plugin = f"replay:data={replayed_text()},share=0.3,length=10,mask_token_id=1"
+    models = ("llama_causal_lm", "bert_masked_lm")
 
 
 def test_every_plugin_is_tried() -> None:

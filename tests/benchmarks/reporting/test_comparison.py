@@ -102,6 +102,19 @@ def test_pairs_without_an_average(cells: Callable[..., Any], tmp_path: Path):
     assert every_pair(standings(written(tmp_path / "two", two))) == []
 
 
+def test_what_seeds_can_show_counts_the_family_too(cells: Callable[..., Any], tmp_path: Path):
+    """Four methods at once need a larger difference than one, as large as leaves 0.8 at a quarter of the level."""
+    methods = ["fine_tune", "mixout", "mmr", "mhloss", "lora"]
+    able = []
+    for count in (2, 5):
+        made = [cells("rte", method, seed) for method in methods[:count] for seed in range(3)]
+        able.append(standings(written(tmp_path / f"{count}", made), "fine_tune").versus["rte", "mixout"].comparison)
+    one, four = able
+    assert four.detectable > one.detectable
+    shift = four.detectable / four.sd * 3**0.5
+    assert stats.nct.sf(stats.t.ppf(1 - 0.05 / 4 / 2, 2), 2, shift) == pytest.approx(0.8)
+
+
 def test_any_method_may_be_the_baseline(table: Any, made_up: Path):
     """Turned round, a comparison changes its sign and keeps its p."""
     other = standings(read_results(made_up), "mmr")
