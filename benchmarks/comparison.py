@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 from ..registry.errors import did_you_mean
 from .results import ResultError, Results
@@ -25,6 +26,7 @@ class Versus:
     Attributes:
         task: the task, or ``average``.
         method: the method; positive differences favour it.
+        other: what it is compared with, in :func:`every_pair`.
         comparison: by seed, in the metric's own unit; ``detectable`` at 0.05 over the number of tests in the family.
         p: of the paired t test, corrected by Holm's method; ``None`` of too few seeds.
         variance_p: of Brown and Forsythe's test, corrected likewise; ``None`` also on average.
@@ -33,6 +35,7 @@ class Versus:
     task: str
     method: str
     comparison: Comparison
+    other: str = ""
     p: float | None = None
     variance_p: float | None = None
 
@@ -113,6 +116,25 @@ def standings(results: Results, baseline: str | None = None) -> Standings:
         averages=averages,
         versus={(one.task, one.method): one for one in versus},
     )
+
+
+def every_pair(table: Standings) -> list[Versus]:
+    """Compare every method with every other by seed: on average, or on each task where there is no average over tasks.
+
+    The k (k - 1) / 2 comparisons of k methods are one family of Holm's correction, each task's on its own. Of two methods
+    there is nothing that :func:`standings` does not compare.
+    """
+    results, scores, higher = table.results, scores_of(table.results), directions(table.results)
+    if len(results.methods) < 3:
+        return []
+    by_group = {task: {method: scores.get((task, method), {}) for method in results.methods} for task in results.tasks}
+    if len(results.tasks) > 1 and in_points(results.tasks, higher):
+        by_group = {AVERAGE: {method: seed_averages(scores, method, results.tasks) for method in results.methods}}
+    found = []
+    for group, runs in by_group.items():
+        pairs = ((b, _versus(group, a, runs[a], runs[b], higher.get(group, True))) for a, b in combinations(runs, 2))
+        found += _corrected([replace(one, other=other) for other, one in pairs if one])
+    return found
 
 
 def compare_runs(results: Results, other: Results) -> list[Versus]:

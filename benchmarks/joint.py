@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,11 @@ def task_names(keys: Mapping[str, Any]) -> list[str]:
     return names if all(names) else []
 
 
+def curve_of(rows: Iterable[Sequence[Any]]) -> tuple[tuple[int, float], ...]:
+    """Return the curve that a file holds; ``null`` is a value that was not finite."""
+    return tuple((int(step), math.nan if value is None else float(value)) for step, value in rows)
+
+
 def _tasks_of(cell: CellResult) -> list[str]:
     """Return the tasks of a joint run: as it measured them, or, where it failed, as it was to."""
     return (
@@ -64,6 +69,6 @@ def _part(cell: CellResult, task: str, tasks: Sequence[str]) -> CellResult:
         main_metric=own["main_metric"],
         higher_is_better=not lower_is_better(own["main_metric"]),
         majority=own["majority"],
-        curve=tuple((int(step), math.nan if value is None else float(value)) for step, value in own["curve"]),
+        curve=curve_of(own["curve"]),
         train_info=info,
     )

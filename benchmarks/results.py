@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..registry.errors import TuneryError
-from .joint import by_task
+from .joint import by_task, curve_of
 
 FORMAT = 1
 SUITE = "suite.json"
@@ -209,7 +209,7 @@ def read_cell(path: Path) -> CellResult:
     if path.name != name:
         raise DamagedResultError(f"{path.name} holds what belongs in {name}")
     try:
-        curve = tuple((int(step), math.nan if value is None else float(value)) for step, value in content["curve"])
+        curve = curve_of(content["curve"])
     except (TypeError, ValueError):
         raise DamagedResultError(f"{path.name} has a curve that is no list of (step, value)") from None
     metrics = {name: math.nan if value is None else value for name, value in content["metrics"].items()}

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping
 from html import escape
 from importlib.metadata import version
 
-from ..comparison import AVERAGE, Standings, Versus
+from ..comparison import AVERAGE, Standings, Versus, every_pair
 from . import figures, rounds, scatter
 from .layout import grid
 from .markup import chip, html_score_table, html_table
 from .provenance import failures, origins, protocol, ran, software
 from .reference import QUOTED, read_reference
 from .style import CSS
-from .tables import against_rows, summary_rows
+from .tables import against_rows, pair_rows, summary_rows
 from .words import READING, conclusions, headline, overview
 
 _BADGES = {
@@ -83,6 +83,8 @@ _SEEDS = (
 _COST = "The line joins the methods that no other beats at the same cost or less. Means over runs."
 _STABILITY = "Left: towards the upper left is better and steadier. Right: what a method changes on each task."
 _CURVES = "Mean over seeds; the band goes from the worst to the best seed, at steps or rounds that at least half of the runs reached."
+
+_PAIRS = '<p class="note">Every method with every other, the number of pairs of a task being a family of Holm\'s correction.</p>'
 
 
 def _facts(table: Standings) -> str:
@@ -163,12 +165,14 @@ def _tests(table: Standings) -> str:
     order = sorted(
         table.versus.values(), key=lambda one: (one.task != AVERAGE, table.results.methods.index(one.method))
     )
-    rows = against_rows(order, table.scale)
+    rows, pairs = against_rows(order, table.scale), pair_rows(every_pair(table), table.scale)
+    others = f"<details><summary>{len(pairs) - 1} comparisons of every two methods</summary>{html_table(pairs, text=3)}"
     return (
         f"<details><summary>{len(rows) - 1} comparisons with {escape(table.baseline)}</summary>{html_table(rows, text=2)}"
         '<p class="note">p: paired t test; p (Holm): corrected for the number of tests in its family; Wilcoxon: signed-rank'
         " test, which cannot get below 0.0625 with five seeds; spread: Brown and Forsythe's test for equal variance; can show:"
         " the smallest true difference that this many seeds find with probability 0.8.</p></details>"
+        + (f"{others}{_PAIRS}</details>" if len(pairs) > 1 else "")
     )
 
 

@@ -6,7 +6,7 @@ import csv
 import io
 from collections.abc import Iterable
 
-from ..comparison import AVERAGE, Standings, Versus
+from ..comparison import AVERAGE, Standings, Versus, every_pair
 from ..statistics import Comparison, Summary
 from .rounds import records
 
@@ -61,6 +61,13 @@ def _comparison(one: Versus | None) -> dict[str, object]:
         "variance_p_holm": one.variance_p,
         "detectable": found.detectable,
     }
+
+
+def pairs_csv(table: Standings) -> str:
+    """Return the comparison of every method with every other, a line a pair."""
+    return _csv(
+        {"task": one.task, "method": one.method, "other": one.other, **_comparison(one)} for one in every_pair(table)
+    )
 
 
 def rounds_csv(table: Standings) -> str:

@@ -79,6 +79,15 @@ def against_rows(versus: Iterable[Versus], scale: Mapping[str, float]) -> list[t
     return rows
 
 
+def pair_rows(pairs: Sequence[Versus], scale: Mapping[str, float]) -> list[tuple[str, ...]]:
+    """Return a header and a row for each pair of methods, as text; spreads are compared with the baseline's only."""
+    against = ["against", *(one.other for one in pairs)]
+    return [
+        (method, other, *rest[:-2], rest[-1])
+        for (method, *rest), other in zip(against_rows(pairs, scale), against, strict=True)
+    ]
+
+
 def summary_rows(table: Standings) -> list[tuple[str, ...]]:
     """Return a header and a row for each task and method, as text: what the score table has no room for."""
     rows: list[tuple[str, ...]] = [

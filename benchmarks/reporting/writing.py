@@ -11,7 +11,7 @@ from ..comparison import compare_runs, standings
 from ..results import Results
 from . import rounds
 from .page import page
-from .sheets import rounds_csv, runs_csv, statistics_csv
+from .sheets import pairs_csv, rounds_csv, runs_csv, statistics_csv
 from .tables import against_rows, against_table, console_table, latex, markdown, markdown_section
 from .words import READING, conclusions, overview
 
@@ -46,6 +46,8 @@ def write_report(
         console.print(against_table(versus, table.scale, title))
         text += markdown_section(against_rows(versus, table.scale), title)
     sheets = {"statistics.csv": statistics_csv(table), "runs.csv": runs_csv(table)}
+    if len(table.results.methods) > 2:
+        sheets["pairs.csv"] = pairs_csv(table)
     if federated := rounds.rows(table):
         text += markdown_section(federated, "Rounds and traffic", rounds.READING)
         sheets["rounds.csv"] = rounds_csv(table)

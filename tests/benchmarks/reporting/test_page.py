@@ -120,6 +120,8 @@ def test_page_says_what_the_files_hold(made_page: str):
         "as printed; not run here",
         "learning_rate: 0.0003",
         "mixoutfullmixout0.0003",
+        "10 comparisons of every two methods",
+        "mmrloraaverage5+",
         "python 3.11.9, torch 2.13.0, tunery 0.1.0, cpu x86_64, gpu none",
     ):
         assert said in document.text
