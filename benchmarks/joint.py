@@ -35,8 +35,10 @@ def by_task(cells: Sequence[CellResult]) -> Iterator[CellResult]:
 
 def task_names(keys: Mapping[str, Any]) -> list[str]:
     """Return the names of the tasks that the keys of a run list; none where it has one task, or some have no name."""
-    names = [str(item.get("name") or "") for item in keys.get("tasks") or ()]
-    return names if all(names) else []
+    tasks = keys.get("tasks")
+    if not isinstance(tasks, list) or not all(isinstance(item, Mapping) and item.get("name") for item in tasks):
+        return []
+    return [str(item["name"]) for item in tasks]
 
 
 def curve_of(rows: Iterable[Sequence[Any]]) -> tuple[tuple[int, float], ...]:

@@ -171,3 +171,19 @@ def test_cells_can_be_skipped():
     assert "glue--multi_lora" in names
     assert "rte--lora" in names
     assert not names & {"glue--lora", "glue--fine_tune", "rte--multi_lora"}
+
+
+def test_the_local_suite_of_several_tasks():
+    """Multi-LoRA on eight tasks at once; each of them alone is the same data, metric and share of a batch, by two methods."""
+    cells = {cell.name.rpartition("--")[0]: cell.keys for cell in read_suite("multi_lora_local").cells({}, "/data")}
+    joint = cells.pop("eight--multi_lora")
+    names = [task["name"] for task in joint["tasks"]]
+    assert names == ["cola", "sst2", "mrpc", "rte", "qnli", "stsb", "wnli", "trec"]
+    assert cells.keys() == {f"{name}--{method}" for name in names for method in ("lora", "fine_tune")}
+    for task in joint["tasks"]:
+        data = {key: value for key, value in task.items() if key != "name"}
+        alone = cells[f"{task['name']}--lora"]
+        assert data.items() <= alone.items()
+        assert all("{data_dir}" not in str(value) for value in data.values())
+        assert joint["per_device_train_batch_size"] == 8 * alone["per_device_train_batch_size"]
+        assert alone["learning_rate"] == joint["learning_rate"] != cells[f"{task['name']}--fine_tune"]["learning_rate"]
