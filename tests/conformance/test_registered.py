@@ -231,8 +231,8 @@ def replayed_text() -> str:
 
 
 class TestReplay(RegularizerLaws):
-    plugin = f"replay:data={replayed_text()},share=0.3,length=10"
-    models = ("llama_causal_lm", "gpt2_causal_lm")
+    plugin = f"replay:data={replayed_text()},share=0.3,length=10,mask_token_id=1"
+    models = ("llama_causal_lm", "bert_masked_lm")
 
 
 def test_every_plugin_is_tried() -> None:
