@@ -111,8 +111,8 @@ def write_result(
         **content,
     }
     result["meta_info"] = {**result["meta_info"], **_circumstances(), "started": started, "finished": _now()}
-    # As it will be read back: the hash is of what JSON makes of it.
-    result = sealed(json.loads(json.dumps(result)))
+    # As it will be read back: the hash is of what JSON makes of it, which has no word for what is not a finite number.
+    result = sealed(json.loads(json.dumps(result), parse_constant=lambda _: None))
     write_json(result_path(folder, cell), result)
     return result
 

@@ -7,6 +7,7 @@ the ``overrides`` whose globs match, and the flags of the command line.
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,6 +24,7 @@ from ..core.artifacts import write_json
 from ..registry.catalog import Catalog
 from ..registry.errors import RecipeError, did_you_mean
 from ..registry.selection import configure, parse_selection, read_yaml
+from .joint import task_names
 from .protocols import Protocol, read_protocol
 from .results import SUITE, file_name
 
@@ -85,7 +87,11 @@ class Suite(BaseModel):
     reference: dict[str, Any] = {}
 
     def cells(self, flags: Mapping[str, Any], data_dir: str | None = None) -> list[Cell]:
-        """Return every cell, task by task, then seed by seed, so that methods can be compared early."""
+        """Return every cell, task by task, then seed by seed, so that methods can be compared early.
+
+        Raises:
+            RecipeError: a protocol that is none, or is not one of the suite's command.
+        """
         return [
             self._cell(task, method, seed, flags, data_dir)
             for task in self.tasks
@@ -101,7 +107,11 @@ class Suite(BaseModel):
                 given |= override.keys
         pieces = given.pop("protocol", self.protocol)
         pieces = [pieces] if isinstance(pieces, str) else list(pieces)
-        recipe = {"split_seed": 0, **read_protocol(pieces).keys, **given, **flags, "seed": seed}
+        protocol = read_protocol(pieces)
+        if protocol.learning_rates and self.command == "federate":
+            remedy = "a method for each learning_rate compares them"
+            raise RecipeError("learning_rate_search is of command: train", owner=f"suite {self.name}", remedy=remedy)
+        recipe = {"split_seed": 0, **protocol.keys, **given, **flags, "seed": seed}
         return Cell(self.name, task, method, seed, recipe, tuple(pieces), self.threads, self.command, data_dir)
 
 
@@ -174,6 +184,7 @@ def read_suite(name: str) -> Suite:
     """
     from ..core.federated.arguments import FederatedArguments
     from ..core.options import check_keys
+    from .comparison import AVERAGE
 
     path = SHIPPED / f"{name}.yaml"
     if not path.is_file():
@@ -181,6 +192,8 @@ def read_suite(name: str) -> Suite:
         if not path.is_file():
             known = shipped_suites()
             remedy = did_you_mean(name, known) or "or give a YAML file"
+            if name.startswith("overtraining"):
+                remedy = "the overtraining paper's figures are recipes of tunery sensitivity, such as olmo_1b"
             raise RecipeError(f"no suite {name!r}", known=known, remedy=remedy)
     try:
         suite = Suite.model_validate(read_yaml(path.read_text(encoding="utf-8")))
@@ -197,6 +210,9 @@ def read_suite(name: str) -> Suite:
             if not _NAME.fullmatch(given):
                 remedy = "letters, digits, _ . + and single hyphens make a name"
                 raise RecipeError(f"{kind} {given!r} is no name", owner=str(path), remedy=remedy)
+    for given in (*suite.tasks, *itertools.chain(*map(task_names, suite.tasks.values()))):
+        if given == AVERAGE:
+            raise RecipeError(f"task {given!r} is what the report calls the mean over tasks", owner=str(path))
     parts = [suite.defaults, *suite.tasks.values(), *suite.methods.values(), *(item.keys for item in suite.overrides)]
     owner, more = f"suite {path.name}", (FederatedArguments,) if suite.command == "federate" else ()
     for pieces in (part["protocol"] for part in parts if "protocol" in part):

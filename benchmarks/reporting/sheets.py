@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from ..comparison import AVERAGE, Standings, Versus
 from ..statistics import Comparison, Summary
+from .rounds import records
 
 
 def statistics_csv(table: Standings) -> str:
@@ -62,6 +63,11 @@ def _comparison(one: Versus | None) -> dict[str, object]:
     }
 
 
+def rounds_csv(table: Standings) -> str:
+    """Return the rounds that each method needs on each task, its bytes and its clients' seconds; empty without rounds."""
+    return _csv(records(table))
+
+
 def runs_csv(table: Standings) -> str:
     """Return every run, one a line: its score and what it cost."""
     return _csv(
@@ -78,6 +84,7 @@ def runs_csv(table: Standings) -> str:
             "steps": cell.train_info.get("steps"),
             "trainable_parameters": (cell.train_info.get("parameters") or {}).get("trainable"),
             "fingerprint": cell.inputs.get("fingerprint"),
+            "part_of": cell.joint or None,
             "error": cell.error,
         }
         for cell in table.results.cells

@@ -38,7 +38,7 @@ class Cost:
     Attributes:
         multiplications: of its training; 0 where clients have rows of their own, or the architecture is not known.
         adapter_bytes: of the adapter, sent one way.
-        stand_in_bytes: of the stand-in, sent to a client once.
+        stand_in_bytes: of the stand-in and of what its regularizers start from, sent to a client once.
         alignment_bytes: of what alignments change of it, spread over rounds.
         every: rounds between alignments; 0 for none.
     """
@@ -97,7 +97,9 @@ def predict(resident: Resident, client_rows: Sequence[Any], options: FederatedOp
     rows_trained = rows * _epochs(rows, options.run.training)
     proxy, model = resident.proxy, resident.model
     adapter = sum(value.nbytes for value in resident.state().values())
-    frozen = sum(value.nbytes for value in resident.frozen().values()) if proxy is not None else 0
+    stand_in = sum(value.nbytes for value in resident.frozen().values()) if proxy is not None else 0
+    if stand_in and resident.is_regularized:
+        stand_in += adapter  # as it was before the first round
     every = proxy.realign_every if proxy is not None else 0
     changed = 0.0
     if proxy is not None and every:
@@ -108,7 +110,7 @@ def predict(resident: Resident, client_rows: Sequence[Any], options: FederatedOp
     return Cost(
         multiplications=_PASSES * per_row * rows_trained,
         adapter_bytes=adapter,
-        stand_in_bytes=frozen,
+        stand_in_bytes=stand_in,
         alignment_bytes=changed,
         every=every,
     )

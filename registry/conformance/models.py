@@ -50,20 +50,21 @@ class TinyModel:
     config: Callable[[float], PretrainedConfig]
     saved_names: Mapping[str, str] = field(default_factory=dict)
 
-    def load(self, folder: str | Path) -> PreTrainedModel:
-        """Load it, or what was exported from it, as its users do."""
+    def load(self, folder: str | Path, labels: int = 0) -> PreTrainedModel:
+        """Load it, or what was exported from it, as its users do; with ``labels`` with a new head of that width."""
         import transformers
 
-        model: PreTrainedModel = getattr(transformers, self.auto).from_pretrained(str(folder))
+        head: dict[str, Any] = {"num_labels": labels, "ignore_mismatched_sizes": True} if labels else {}
+        model: PreTrainedModel = getattr(transformers, self.auto).from_pretrained(str(folder), **head)
         return model
 
-    def load_exported(self, folder: str | Path) -> Any:
-        """Load a folder that was exported, with transformers or PEFT alone."""
+    def load_exported(self, folder: str | Path, labels: int = 0) -> Any:
+        """Load a folder that was exported, with transformers or PEFT alone; ``labels`` of an adapter's task, if not its own."""
         from peft import PeftConfig, PeftModel
 
         if not (Path(folder) / "adapter_config.json").is_file():
             return self.load(folder)
-        base = self.load(PeftConfig.from_pretrained(str(folder)).base_model_name_or_path)
+        base = self.load(PeftConfig.from_pretrained(str(folder)).base_model_name_or_path, labels)
         return PeftModel.from_pretrained(base, str(folder))
 
     def logits(self, model: Any, tasks: int = 1) -> torch.Tensor:

@@ -138,6 +138,13 @@ class TestHessianByDifferences(ProbeLaws):
     strategies = ("full",)
 
 
+class TestHessianForward(ProbeLaws):
+    plugin = "hessian:draws=2,method=forward,step=0.5"  # a short one is rounded
+    models = ("bert_classifier",)
+    stages = FEWER
+    strategies = ("full",)
+
+
 class TestFeatureDrift(ProbeLaws):
     plugin = "feature_drift"
     models = ("bert_classifier",)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scipy import stats
 
 from tunery.benchmarks.cells import failure
 from tunery.benchmarks.comparison import AVERAGE, compare_runs, standings
@@ -59,6 +60,19 @@ def test_correction_counts_the_family(average: bool, tests: int, table: Any):
     first = min(family, key=lambda one: one.comparison.p)
     assert first.p == pytest.approx(min(1, tests * first.comparison.p))
     assert all(one.p >= one.comparison.p for one in family)
+
+
+def test_what_seeds_can_show_counts_the_family_too(cells: Callable[..., Any], tmp_path: Path):
+    """Four methods at once need a larger difference than one, as large as leaves 0.8 at a quarter of the level."""
+    methods = ["fine_tune", "mixout", "mmr", "mhloss", "lora"]
+    able = []
+    for count in (2, 5):
+        made = [cells("rte", method, seed) for method in methods[:count] for seed in range(3)]
+        able.append(standings(written(tmp_path / f"{count}", made), "fine_tune").versus["rte", "mixout"].comparison)
+    one, four = able
+    assert four.detectable > one.detectable
+    shift = four.detectable / four.sd * 3**0.5
+    assert stats.nct.sf(stats.t.ppf(1 - 0.05 / 4 / 2, 2), 2, shift) == pytest.approx(0.8)
 
 
 def test_any_method_may_be_the_baseline(table: Any, made_up: Path):

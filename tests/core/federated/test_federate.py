@@ -163,7 +163,7 @@ class Recorded:
 def test_no_row_label_or_text_leaves_a_client(
     tiny: Any, half_width, run_federation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
 ):
-    """Every byte clients send is the adapter, statistics, or one of four scalars; of an error, only its kind."""
+    """Every byte clients send is the adapter, statistics, or one of five scalars; of an error, only its kind."""
     kept: list[Recorded] = []
 
     def recorded(federation: Any, options: Any) -> Recorded:
@@ -195,7 +195,7 @@ def test_no_row_label_or_text_leaves_a_client(
         assert all(value.shape == trained[name].shape for name, value in message.group("adapter").items())
         assert {name: value.numel() for name, value in message.group("statistics").items()} in ({}, {"tokens": 1})
         assert len(message.arrays) == len(message.group("adapter")) + len(message.group("statistics"))
-        assert message.scalars.keys() <= {"rows", "loss", "seconds", "version", "error"}
+        assert message.scalars.keys() <= {"rows", "loss", "seconds", "version", "setup", "error"}
         assert message.scalars.get("error") in (None, "ValueError")
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from tunery.core.federated.arguments import read_federated_options
+from tunery.core.federated.flare.provision import read_project
 from tunery.core.recipe import choose
 
 FOLDER = Path(__file__).parents[3] / "recipes"
@@ -34,3 +36,18 @@ def test_the_papers_settings(name: str):
     assert strategy is not None
     config = strategy.config
     assert (config.r, config.realign_every, config.share, config.ratio, config.retained) == (8, 10, 0.5, 0.75, (0, -1))
+
+
+def test_the_parties_recipes_of_the_readme(tmp_path: Path):
+    """They can be read, and have alike what must be; the server names rows to score and to align on, a site its own."""
+    text = (FOLDER.parent / "core" / "federated" / "README.md").read_text(encoding="utf-8")
+    written = dict(re.findall(r"^cat > (\w+\.yaml) <<'END'.*?\n(.*?)^END$", text, flags=re.MULTILINE | re.DOTALL))
+    assert set(written) == {"project.yaml", "server.yaml", "north.yaml"}
+    for name, content in written.items():
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    assert read_project(tmp_path / "project.yaml").sites == ["north", "south"]
+    server, north = (read_federated_options(tmp_path / f"{name}.yaml", ["--use_cpu"]) for name in ("server", "north"))
+    for key in ("model_name_or_path", "strategy", "seed"):
+        assert server.given[key] == north.given[key]
+    assert server.run.data.validation_file and server.federated.server_data and north.run.data.train_file
+    assert choose(server.run.training.strategy).strategy.realign_every
