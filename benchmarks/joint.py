@@ -35,7 +35,8 @@ def by_task(cells: Sequence[CellResult]) -> Iterator[CellResult]:
 
 def task_names(keys: Mapping[str, Any]) -> list[str]:
     """Return the names of the tasks that the keys of a run list; none where it has one task, or some have no name."""
-    names = [str(item.get("name") or "") for item in keys.get("tasks") or ()]
+    items = keys.get("tasks") or ()  # of any type, as YAML has it: who reads data refuses what are no tasks
+    names = [str(item.get("name") or "") if isinstance(item, Mapping) else "" for item in items]
     return names if all(names) else []
 
 
