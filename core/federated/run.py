@@ -67,7 +67,7 @@ class Federation:
 
     def cost(self, options: FederatedOptions) -> Cost:
         """Return what a client's round is predicted to cost."""
-        return predict(self.resident, self.client_rows, options)
+        return predict(self.resident, self.client_rows, options, self.server_rows)
 
 
 Connect = Callable[[Federation, FederatedOptions], Engine]

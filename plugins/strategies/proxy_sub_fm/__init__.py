@@ -109,7 +109,7 @@ class ProxySubFm(ProxyStrategy):
             with run.sharding.gathered(block.parameters):
                 kept = most(saliency(block), keep)
                 whole = block.put(selected(block, kept))
-                self._kept[block.layer] = kept.cpu()
+                self._kept[block.layer] = kept
                 self._originals[block.layer] = [on_host(parameter) for parameter in whole]
         config = self.config
         targets = attention_projections(run.anatomy(model).layers)
@@ -159,7 +159,7 @@ class ProxySubFm(ProxyStrategy):
     def _selected(self, block: Block) -> Iterator[torch.Tensor]:
         """Yield the parameters of a narrow block as the base model has them, in host memory."""
         for whole, (_, _, dim) in zip(self._originals[block.layer], block.parts(), strict=True):
-            yield whole.detach() if dim is None else whole.detach().index_select(dim, self._kept[block.layer])
+            yield whole.detach() if dim is None else whole.detach().index_select(dim, self._kept[block.layer].cpu())
 
     @staticmethod
     def _differs(parameter: nn.Parameter, plain: torch.Tensor, run: RunContext) -> bool:

@@ -19,7 +19,7 @@ import tunery.core.federated.site
 from tunery.core.federated.arguments import read_federated_options
 from tunery.core.federated.engine import InProcess
 from tunery.core.federated.flare import launch
-from tunery.core.federated.flare.provision import CONTROLLER, EXECUTOR, Project, provision, read_project
+from tunery.core.federated.flare.provision import CONTROLLER, EXECUTOR, Project, own_state, provision, read_project
 from tunery.core.federated.run import federate
 from tunery.core.federated.site import site_worker
 from tunery.core.models import load_model
@@ -73,6 +73,18 @@ def test_kits_are_tight(kits: Path):
         assert policy["project_admin"]["byoc"] == policy["project_admin"]["shell_commands"] == "none"
     server = json.loads((kits / "server" / "local" / "resources.json").read_text(encoding="utf-8"))
     assert server["servers"][0]["heart_beat_timeout"] == 120
+
+
+def test_a_server_keeps_its_state_in_its_own_kit(kits: Path, tmp_path: Path):
+    """Jobs and snapshots of two servers on one machine have nothing in common; whose kit moved takes the new place."""
+    for place in ("here", "there"):
+        kit = shutil.copytree(kits / "server", tmp_path / place)
+        own_state(kit)
+        resources = json.loads((kit / "local" / "resources.json").read_text(encoding="utf-8"))
+        (jobs,) = (item["args"]["uri_root"] for item in resources["components"] if item["id"] == "job_manager")
+        snapshots = resources["snapshot_persistor"]["args"]["storage"]["args"]["root_dir"]
+        assert (jobs, snapshots) == (str(kit / "state" / "jobs"), str(kit / "state" / "snapshots"))
+        assert resources["class_allow_list"] == [CONTROLLER]
 
 
 def test_a_recipe_is_taken_whole_or_not_at_all(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -166,7 +178,7 @@ def test_a_servers_one_file_evaluates(key: str, parties: dict[str, Path], tmp_pa
 def test_what_a_site_without_weights_is_pulled_to(
     regularizer: str, tiny: Any, parties: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Sites that have nothing of the model but its config end like sites that have all of it, also who joins later."""
+    """Sites that have nothing of the model but its config train, and end like sites that have all of it, also who joins later."""
     bare = shutil.copytree(tiny.base, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
     strategy = "offsite:adapter_layers=[1,0],emulator_layers=1,tune=layers"
     for name, path in parties.items():
