@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, set_seed
+from transformers import AutoModelForSequenceClassification, GPT2Config, GPT2LMHeadModel, set_seed
 
 from tunery.core.data import encode, load_tasks
 from tunery.core.federated.arguments import build_federated_options
@@ -113,6 +114,30 @@ def test_the_same_seed_gives_the_same_bits(strategy: str, run_federation, tmp_pa
     one, other, again = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "other", "again"))
     assert all(torch.equal(one[name], again[name]) for name in one)
     assert any(not torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "regularizer"),
+    [
+        ("peft:peft_type=VERA,r=4", "lnsr"),
+        ("multi_lora:r=2", "mmr"),
+        ("lora:r=2", "replay:data={rows},length=8"),
+    ],
+)
+def test_whatever_has_one_stage(strategy: str, regularizer: str, tiny: Any, run_federation, tmp_path: Path):
+    """A round of it ends with weights that load back; replay is for what models language."""
+    keys = {"strategy": strategy, "regularizers": [regularizer.format(rows=tiny.rows)], "num_rounds": 1}
+    if "replay" in regularizer:
+        decoder = shutil.copytree(tiny.base, tmp_path / "gpt2", ignore=shutil.ignore_patterns("config.json", "model*"))
+        GPT2LMHeadModel(GPT2Config(vocab_size=40, n_positions=32, n_embd=16, n_layer=1, n_head=2)).save_pretrained(
+            decoder
+        )
+        keys |= {"model_name_or_path": str(decoder), "task_kind": "causal_lm", "text_columns": ["text"]}
+    result = run_federation(tmp_path / "run", **keys, num_clients=2, client_fraction=1.0)
+    assert result["left_out"] == {} and result["metrics"]["loss"] > 0
+    kept = load_file(tmp_path / "run" / "rounds" / "round-00001" / "adapter.safetensors")
+    live = dict(load_run(tmp_path / "run").model.named_parameters())
+    assert all(torch.equal(live[name], value) for name, value in kept.items())
 
 
 def test_a_shared_model_changes_nothing(run_federation, tmp_path: Path, given):

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tunery.core.data import load_tasks
 from tunery.core.federated.arguments import read_federated_options
 from tunery.core.federated.flare.provision import read_project
 from tunery.core.recipe import choose
+from tunery.registry.errors import DataError
 
 FOLDER = Path(__file__).parents[3] / "recipes"
 RECIPES = sorted(FOLDER.glob("federated*.yaml"))
@@ -20,8 +24,20 @@ def test_recipe_is_read(path: Path):
     """Keys, types and plugins are right; nothing is loaded for it."""
     options = read_federated_options(path, ["--use_cpu"])
     choose(options.run.training.strategy)
-    assert options.run.data.dataset_name
+    assert options.run.data.dataset_name or options.run.data.data_files == "FOLDER/sst2"
     assert options.run.training.output_dir == f"runs/{path.stem}"
+
+
+def test_the_local_recipe_runs_on_a_folder(tiny: Any, tmp_path: Path):
+    """With the folder named, a task is read from it; without, one line says that there is none."""
+    (tmp_path / "sst2").mkdir()
+    for split in ("train", "validation"):
+        shutil.copy(tiny.rows, tmp_path / "sst2" / f"{split}.jsonl")
+    path, where = FOLDER / "federated_local.yaml", str(tmp_path / "sst2")
+    (data,) = load_tasks(read_federated_options(path, ["--use_cpu", "--data_files", where]).run.data, seed=0)
+    assert (data.task.name, len(data.splits["train"])) == ("sst2", 48)
+    with pytest.raises(DataError, match="FOLDER/sst2"):
+        load_tasks(read_federated_options(path, ["--use_cpu"]).run.data, seed=0)
 
 
 @pytest.mark.parametrize("name", ["glue", "cifar"])
