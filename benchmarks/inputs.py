@@ -27,14 +27,14 @@ def inputs_of(cell: Cell, catalog: Catalog) -> dict[str, Any]:
     """Return everything that decides a cell's result, and the ``fingerprint`` of it.
 
     Files count by content, wherever they lie, those that a plugin's options name too; plugins by distribution and version. A
-    model or dataset on the hub counts by name and revision.
+    model or dataset on the hub counts by name and revision. Where a run keeps its caches does not count.
 
     Raises:
         TuneryError: the cell cannot be run: data that are none, no such model package or plugin.
     """
     keys = cell.keys
     found: dict[str, Any] = {
-        "recipe": dict(cell.recipe),
+        "recipe": without_caches(cell.recipe, catalog),
         "protocol": list(cell.pieces),
         **({} if cell.command == "train" else {"command": cell.command}),
         "threads": cell.threads,
@@ -65,6 +65,18 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
+def without_caches(recipe: Mapping[str, Any], catalog: Catalog) -> dict[str, Any]:
+    """Return a recipe without the options that say where a strategy keeps its caches; without any, as it was written."""
+    found = dict(recipe)
+    for selection in parse_selections(recipe.get("strategy"), "strategy"):
+        config = catalog.find("strategy", selection.name).cls.Config
+        caches = {item.name for item in dataclasses.fields(config) if item.metadata.get("cache")}
+        if caches & selection.options.keys():
+            options = {key: value for key, value in selection.options.items() if key not in caches}
+            found["strategy"] = str(Selection(selection.name, options))
+    return found
+
+
 def _selected(keys: Mapping[str, Any], catalog: Catalog) -> Iterator[tuple[Entry, Selection]]:
     for kind, field in (("strategy", "strategy"), ("regularizer", "regularizers"), ("probe", "probes")):
         for selection in parse_selections(keys.get(field), kind):
@@ -81,11 +93,8 @@ def _plugins(keys: Mapping[str, Any], catalog: Catalog) -> dict[str, str]:
 def _files(keys: Mapping[str, Any], catalog: Catalog) -> Iterator[tuple[str, str]]:
     """Yield the files and folders that options of plugins and ``deepspeed`` name, each with the hash of its content."""
     named = {"deepspeed": keys.get("deepspeed")}
-    for entry, selection in _selected(keys, catalog):
-        # What a run only keeps its caches in is no input: the field of such an option says so.
-        caches = {item.name for item in dataclasses.fields(entry.cls.Config) if item.metadata.get("cache")}
-        options = {key: value for key, value in selection.options.items() if key not in caches}
-        named |= {f"{entry.kind} {entry.name}:{key}": value for key, value in options.items()}
+    for entry, selection in _selected(without_caches(keys, catalog), catalog):
+        named |= {f"{entry.kind} {entry.name}:{key}": value for key, value in selection.options.items()}
     for name, value in named.items():
         if isinstance(value, str) and os.path.isfile(value):  # unlike pathlib's, it takes any text
             yield name, _digest(Path(value))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import math
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 from tunery.benchmarks.cells import result_path, state_of
 from tunery.benchmarks.inputs import inputs_of
 from tunery.benchmarks.measuring import measure
-from tunery.benchmarks.results import read_cell
+from tunery.benchmarks.results import read_cell, read_results
 from tunery.registry.loading import load_plugins
 
 Run = Callable[..., Any]
@@ -90,6 +91,25 @@ def test_done_is_not_done_again(place: Any, run: Run):
     assert state_of(folder, cell, inputs).status == "done"
     assert run_cell(cell, folder, inputs, replaces=None) is None
     assert result_path(folder, cell).read_bytes() == before
+
+
+def test_cells_share_features(place: Any, run: Run, monkeypatch: pytest.MonkeyPatch):
+    """What a frozen encoder says of a row is filed once for all seeds, scored rows included, and makes no cell stale."""
+    from tunery.plugins.feature_cache import _Store
+
+    methods = {"head": {"strategy": {"name": "head", "cache_dir": "{cache_dir}"}}}
+    tasks = {"first": {"data_files": "{data_dir}/first", "max_steps": 9}}  # an epoch
+    filed = []
+    for cell in place.cells(methods=methods, tasks=tasks):
+        monkeypatch.setattr(_Store, "recent", None)  # a cell is a process
+        result = run(cell)
+        gc.collect()
+        filed.append(sorted((place.folder / "results" / ".work" / "cache").rglob("*.safetensors")))
+        assert (result["status"], result["run_info"]["strategy"]) == ("done", "head")
+    assert filed[0] and filed[0] == filed[1]
+    assert sum(len(load_file(path)["keys"]) for path in filed[0]) == 60  # 36 to train on, 4 to choose by, 20 to score
+    plain = place.cells(methods={"head": {"strategy": "head"}}, tasks=tasks)[1]
+    assert state_of(place.folder / "results", plain, inputs_of(plain, load_plugins().catalog)).status == "done"
 
 
 def test_damaged_result_is_moved_aside(place: Any, run: Run):
@@ -190,6 +210,15 @@ def test_several_tasks_in_one_run(place: Any, run: Run):
     both = (result["metrics"]["first_accuracy"] + result["metrics"]["second_accuracy"]) / 2
     assert result["metrics"]["mean"] == pytest.approx(both)
     assert result["train_info"]["examples"] == {"train": 72, "validation": 8, "test": 40}
+    alone = {cell.task: cell for cell in read_results(place.folder / "results").cells}
+    assert {cell.run for cell in alone.values()} == {("both", "multi_lora", 0)}
+    for name in ("first", "second"):
+        rows = [json.loads(line)["label"] for line in (place.data / name / "validation.jsonl").read_text().splitlines()]
+        assert alone[name].score == result["metrics"][f"{name}_accuracy"]
+        assert alone[name].majority in [pytest.approx(rows.count(label) / len(rows)) for label in ("yes", "no")]
+        assert [step for step, _ in alone[name].curve] == [2, 4]
+    curves = [[value for _, value in part.curve] for part in alone.values()]
+    assert [sum(pair) / 2 for pair in zip(*curves, strict=True)] == pytest.approx([v for _, v in result["curve"]])
     assert set(result["inputs"]["data"]) == {
         f"{name}/{split}.jsonl" for name in ("first", "second") for split in ("train", "validation")
     }
