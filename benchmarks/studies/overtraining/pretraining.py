@@ -14,10 +14,10 @@ from typing import Any
 
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
-from ....core.artifacts import write_json
+from ....core.artifacts import RESULT, write_json
 from ....core.inflection import short
 from ....core.options import build_options
-from ....core.run import RESULT, train
+from ....core.run import train
 from ....registry.errors import RecipeError
 from .text import documents, split, train_tokenizer
 
