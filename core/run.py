@@ -139,7 +139,7 @@ def train(options: Options) -> dict[str, Any]:
         "seed": args.seed,
         "plugins": trainer.recipe.describe(),
         "base_model": reference,
-        "data": _data_keys(options),
+        "data": data_keys(options),
         "versions": versions(),
     }
     if trainer.finished_stages:
@@ -243,7 +243,7 @@ def _main_metrics(tasks: Sequence[Task]) -> list[str]:
     return [*(f"{task.name}_{task.metrics[0]}" for task in tasks), MEAN]
 
 
-def _data_keys(options: Options) -> dict[str, Any]:
+def data_keys(options: Options) -> dict[str, Any]:
     """Return the data keys that were given, with the seed of the rows where it is not the run's."""
     names = [*(item.name for item in dataclasses.fields(DataArguments)), "data_seed"]
     return {name: options.given[name] for name in names if options.given.get(name) is not None}

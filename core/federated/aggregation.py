@@ -24,14 +24,14 @@ class Mean:
     Args:
         like: the adapter that was sent out; replies must be like it.
         version: the version of everything else that they must have trained on.
-        wants_statistics: whether statistics were asked for.
+        statistics_like: what statistics look like, of which names and shapes; none where none were asked for.
         uniform: give every client the same weight, not its rows.
     """
 
-    def __init__(self, like: Tensors, version: str, wants_statistics: bool, uniform: bool) -> None:
+    def __init__(self, like: Tensors, version: str, statistics_like: Tensors, uniform: bool) -> None:
         self._like = like
         self._version = version
-        self._wants_statistics = wants_statistics
+        self._statistics_like = statistics_like
         self._uniform = uniform
         self._sums: dict[str, torch.Tensor] = {}
         self._weight = 0
@@ -78,20 +78,16 @@ class Mean:
             said = scalars.get(name)
             if not isinstance(said, float) or not math.isfinite(said):
                 return f"says {name}={said!r:.80}"
-        if adapter.keys() != self._like.keys():
-            odd = min(adapter.keys() ^ self._like.keys())
-            return f"an adapter that {'has' if odd in adapter else 'lacks'} {odd!r}"
-        for name, value in adapter.items():
-            if value.shape != self._like[name].shape or value.dtype != self._like[name].dtype:
-                return f"{name!r} is {_kind(value)} instead of {_kind(self._like[name])}"
-        if bool(statistics) and not self._wants_statistics:
-            return "statistics that nobody asked for"
-        for name, value in statistics.items():
-            known = self.statistics.get(name)
-            if value.dtype != torch.float64 or (self.count and (known is None or known.shape != value.shape)):
-                return f"statistics {name!r} that are not like the other clients'"
-        if self.statistics.keys() - statistics.keys():
-            return f"no statistics {min(self.statistics.keys() - statistics.keys())!r}"
+        for what, told, like in (
+            ("an adapter", adapter, self._like),
+            ("statistics", statistics, self._statistics_like),
+        ):
+            if told.keys() != like.keys():
+                odd = min(told.keys() ^ like.keys())
+                return f"{what} with {odd!r} that nobody asked for" if odd in told else f"{what} without {odd!r}"
+            for name, value in told.items():
+                if value.shape != like[name].shape or value.dtype != like[name].dtype:
+                    return f"{name!r} is {_kind(value)} instead of {_kind(like[name])}"
         for name, value in (*adapter.items(), *statistics.items()):
             if not value.isfinite().all():
                 return f"{name!r} holds numbers that are not finite"

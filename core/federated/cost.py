@@ -38,16 +38,20 @@ class Cost:
     Attributes:
         multiplications: of its training; 0 where clients have rows of their own, or the architecture is not known.
         adapter_bytes: of the adapter, sent one way.
-        stand_in_bytes: of the stand-in, sent to a client once.
-        alignment_bytes: of what alignments change of it, spread over rounds.
+        stand_in_bytes: of the stand-in and of what its regularizers start from, sent to a client once.
+        alignment_bytes: of what alignments change of it, spread over all rounds, as the paper counts.
+        alignment_bytes_asked: of that, at least, in a round that the client takes part in: it gets then what it has missed.
+        statistics_bytes: of what it tells for alignments, spread over the rounds it takes part in.
         every: rounds between alignments; 0 for none.
     """
 
     multiplications: float
     adapter_bytes: int
     stand_in_bytes: int
-    alignment_bytes: float
-    every: int
+    alignment_bytes: float = 0.0
+    alignment_bytes_asked: float = 0.0
+    statistics_bytes: float = 0.0
+    every: int = 0
 
     def verdict(self) -> str:
         """Return one line on the paper's claim that aligning costs little beside the adapter; empty without alignment."""
@@ -74,6 +78,8 @@ class Cost:
                 "adapter_bytes": 2 * self.adapter_bytes,
                 "stand_in_bytes_once": self.stand_in_bytes,
                 "alignment_bytes": self.alignment_bytes,
+                "alignment_bytes_asked": self.alignment_bytes_asked,
+                "statistics_bytes": self.statistics_bytes,
             },
             "measured": {
                 "adapter_bytes": (totals["down_adapter"] + totals["up_adapter"]) / asked,
@@ -85,33 +91,50 @@ class Cost:
         }
 
 
-def predict(resident: Resident, client_rows: Sequence[Any], options: FederatedOptions) -> Cost:
+def predict(resident: Resident, client_rows: Sequence[Any], options: FederatedOptions, server_rows: Any = None) -> Cost:
     """Return what a round is going to cost a client with the mean number of rows.
 
     Args:
         resident: the model that clients train.
         client_rows: the rows of each client.
         options: epochs and lengths.
+        server_rows: the server's own, if it has any.
     """
     rows = sum(len(part) for part in client_rows) / max(1, len(client_rows))
     rows_trained = rows * _epochs(rows, options.run.training)
     proxy, model = resident.proxy, resident.model
     adapter = sum(value.nbytes for value in resident.state().values())
-    frozen = sum(value.nbytes for value in resident.frozen().values()) if proxy is not None else 0
+    stand_in = sum(value.nbytes for value in resident.frozen().values()) if proxy is not None else 0
+    if stand_in and resident.is_regularized:
+        stand_in += adapter  # as it was before the first round
     every = proxy.realign_every if proxy is not None else 0
-    changed = 0.0
+    changed = statistics = 0.0
     if proxy is not None and every:
         size = next(iter(resident.frozen().values())).element_size()
-        changed = proxy.realigned(model, resident.trainer.run) * size / every
+        changed = proxy.realigned(model, resident.trainer.run) * size
+        looked_at = [some[0] for some in (server_rows, *client_rows[:1]) if some is not None][:1]
+        statistics = sum(value.nbytes for value in resident.statistics(looked_at).values())
+    share = options.federated.clients_per_round / options.federated.num_clients
     length = mean_length(client_rows, model)
     per_row = multiplications(model, resident.trainer.run, length)
     return Cost(
         multiplications=_PASSES * per_row * rows_trained,
         adapter_bytes=adapter,
-        stand_in_bytes=frozen,
-        alignment_bytes=changed,
+        stand_in_bytes=stand_in,
+        alignment_bytes=changed / max(1, every),
+        alignment_bytes_asked=changed * missed(share, every),
+        statistics_bytes=statistics / max(1, every),
         every=every,
     )
+
+
+def missed(share: float, every: int) -> float:
+    """Return how probably a client, asked in any round with probability ``share``, has missed an alignment since.
+
+    After G rounds it has with probability min(1, G / every); G is geometric, so that the mean is
+    (1 - (1 - share)^every) / (share every). Of several alignments that it missed only one counts: it gets their union.
+    """
+    return (1 - (1 - share) ** every) / (share * every) if every else 0.0
 
 
 def _epochs(rows: float, args: TrainingArguments) -> float:

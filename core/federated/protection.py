@@ -5,7 +5,8 @@ noise added by each client itself)
 
     delta * min(1, C / ||delta||) + N(0, (z C)^2 I)
 
-The norm is over all tensors together. Statistics are treated the same way with a clip norm of their own.
+The norm is over all tensors together. Statistics are treated the same way with a clip norm of their own. What stays as it is: how
+many rows a client has, its mean loss and its seconds.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -58,7 +60,9 @@ class Resident:
             )
         if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.model.modules()):
             raise CompatibilityError("a model with batch norm cannot be federated: its statistics are no parameters")
+        self.is_regularized = bool(self.trainer.recipe.regularizers)
         self.proxy = strategy if isinstance(strategy, ProxyStrategy) else None
+        self.setup = self._setup()
 
     @property
     def model(self) -> nn.Module:
@@ -75,6 +79,21 @@ class Resident:
         """What tells base models apart."""
         return str(self.trainer._base["fingerprint"])
 
+    def _setup(self) -> str:
+        """Return a hash of what server and clients must have alike, beside the base model: the strategy with its version and
+        options, which regularizers, and, unless the server sends it, what neither trains nor is pre-trained.
+        """
+        recipe = self.trainer.recipe
+        strategy = [one for one in recipe.describe() if one["kind"] == "strategy"]
+        alike = [strategy, [regularizer.name for regularizer in recipe.regularizers]]
+        digest = hashlib.sha256(json.dumps(alike, sort_keys=True, default=str).encode())
+        drawn = {} if self.proxy is not None else self.frozen()
+        for name, value in sorted(drawn.items()):
+            if not self.trainer.run.is_pretrained(name):
+                digest.update(f"{name}{value.dtype}{tuple(value.shape)}".encode())
+                digest.update(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
     def _trained(self) -> dict[str, nn.Parameter]:
         return {name: value for name, value in self.model.named_parameters() if value.requires_grad}
 
@@ -87,6 +106,18 @@ class Resident:
         with torch.no_grad():
             for name, value in self._trained().items():
                 value.copy_(state[name])
+
+    def attach_anew(self, initial: Mapping[str, torch.Tensor]) -> None:
+        """Have regularizers take for pre-trained what is in the model now that all of it has come, ``initial`` included.
+
+        Args:
+            initial: everything that trains, as it was before the first round.
+        """
+        self.load(initial)
+        self.trainer.detach()
+        set_seed(self.trainer.run.seed)
+        for regularizer in self.trainer.recipe.regularizers:
+            regularizer.attach(self.model, self.trainer.run)
 
     def frozen(self) -> dict[str, torch.Tensor]:
         """Return the parameters and buffers that belong to the model and do not train, by name; not copies."""

@@ -21,7 +21,7 @@ from .engine import Engine
 from .payload import Payload
 from .server import Server
 from .stand_in import INDICES, VALUES
-from .worker import ADAPTER, DESCRIBE, STATISTICS, TRAIN
+from .worker import ADAPTER, DESCRIBE, INITIAL, STATISTICS, TRAIN
 
 _LOGGER = logging.getLogger("tunery")
 _SAMPLING, _TRAINING, _ALIGNING = 2, 3, 4  # streams of the seed; partition uses the first
@@ -188,7 +188,8 @@ class Rounds:
     def _exchange(self, asked: list[str], nodes: Sequence[str], said: Mapping[str, Any], spent: Spent) -> Exchange:
         """Ask ``asked`` to train, as many at once as the engine takes, and average what comes back."""
         options, server = self.options, self.server
-        mean = Mean(server.adapter, server.version, said["statistics"], options.aggregation == "uniform")
+        like = server.statistics_like if said["statistics"] else {}
+        mean = Mean(server.adapter, server.version, like, options.aggregation == "uniform")
         tried = Exchange(asked, mean)
         step = self.engine.at_once or len(asked)
         for start in range(0, len(asked), step):
@@ -198,7 +199,7 @@ class Rounds:
                 requests[node] = request = server.request(node, {**said, "seed": seed})
                 spent.asked += 1
                 spent.count("down_adapter", request.nbytes(ADAPTER))
-                spent.count("down_stand_in", request.nbytes(VALUES) + request.nbytes(INDICES))
+                spent.count("down_stand_in", sum(map(request.nbytes, (VALUES, INDICES, INITIAL))))
             replies = self.engine.exchange(TRAIN, requests, options.round_timeout)
             for node in requests:
                 reply = replies.get(node, _EMPTY)

@@ -1,13 +1,15 @@
-"""Rows for what looks at no labels: a stand-in's alignment on the server, and a client's statistics."""
+"""Rows for what looks at no labels: a stand-in's alignment on the server, and a client's statistics; and a party's one file."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from ...registry.errors import RecipeError
+from ..data import DataArguments
 
 
 class Inputs(torch.utils.data.Dataset[dict[str, Any]]):
@@ -81,3 +83,15 @@ def no_rows() -> RecipeError:
         "the strategy aligns its stand-in on the server's own rows, and there are none",
         remedy="give server_data or server_fraction, or switch the alignment off in the strategy's options",
     )
+
+
+def with_its_one_file(arguments: DataArguments) -> DataArguments:
+    """Return a party's data arguments, its one file given twice: a site only trains, a server only evaluates.
+
+    So no row is held out of it for what the party does not do.
+    """
+    files = {arguments.train_file, arguments.validation_file} - {None}
+    if len(files) != 1:
+        return arguments
+    (alone,) = files
+    return dataclasses.replace(arguments, train_file=alone, validation_file=alone)

@@ -23,7 +23,7 @@ from ..data import DataArguments, TaskData, encode, load_tasks
 from ..data.loading import FILE_TYPES, load_splits, quiet, sample
 from ..models import load_model, load_processor
 from ..recipe import choose
-from ..run import check_writable, peak_memory, refuse_mixing, remove, stored_parameters
+from ..run import check_writable, data_keys, peak_memory, refuse_mixing, remove, stored_parameters
 from ..sharding import parameter_counts
 from .arguments import FederatedArguments, FederatedOptions
 from .checkpoint import LOG, ROUNDS, Checkpoints, Progress, RoundLog
@@ -34,7 +34,7 @@ from .pictures import CURVE, plot_rounds
 from .protection import protection_of
 from .resident import Resident
 from .rounds import Rounds
-from .rows import no_rows
+from .rows import no_rows, with_its_one_file
 from .server import Server
 from .worker import ClientWorker
 
@@ -67,7 +67,7 @@ class Federation:
 
     def cost(self, options: FederatedOptions) -> Cost:
         """Return what a client's round is predicted to cost."""
-        return predict(self.resident, self.client_rows, options)
+        return predict(self.resident, self.client_rows, options, self.server_rows)
 
 
 Connect = Callable[[Federation, FederatedOptions], Engine]
@@ -134,7 +134,8 @@ def assemble(options: FederatedOptions, *, simulated: bool = True) -> Federation
     args, federated = options.run.training, options.federated
     seed = args.seed
     set_seed(seed)
-    (data,) = load_tasks(options.run.data, seed=seed if args.data_seed is None else args.data_seed)
+    source = options.run.data if simulated else with_its_one_file(options.run.data)
+    (data,) = load_tasks(source, seed=seed if args.data_seed is None else args.data_seed)
     run = options.run.run
     processor = load_processor(run.model_name_or_path, data.task, run.model_revision)
     encoded = encode(data, processor)
@@ -152,9 +153,10 @@ def assemble(options: FederatedOptions, *, simulated: bool = True) -> Federation
         )
         parts = [keep[part] for part in dealt]
     server_rows = _select(encoded.train, own) if len(own) else _server_data(federated, data, processor, seed)
+    set_seed(seed)  # a site draws its head right after it, too
     model = load_model(run.model_name_or_path, data.task, run.model_revision, run.dtype)
     is_proxy = isinstance(choose(args.strategy).strategy, ProxyStrategy)
-    full = copy.deepcopy(model) if is_proxy else None
+    full = _twin(model) if is_proxy else None
     resident = Resident(model, data.task, processor, encoded.data_collator, options.run)
     _check(resident, server_rows, federated)
     return Federation(
@@ -166,6 +168,11 @@ def assemble(options: FederatedOptions, *, simulated: bool = True) -> Federation
         server_rows=server_rows,
         full=full,
     )
+
+
+def _twin(model: Any) -> Any:
+    """Return a copy of a model whose parameters and buffers are the model's own: what a stand-in keeps is there once."""
+    return copy.deepcopy(model, {id(value): value for value in (*model.parameters(), *model.buffers())})
 
 
 def _check(resident: Resident, server_rows: Any, federated: FederatedArguments) -> None:
@@ -281,6 +288,7 @@ def _finish(
         "seed": resident.trainer.run.seed,
         "plugins": resident.trainer.recipe.describe(),
         "base_model": options.run.run.model_name_or_path,
+        "data": data_keys(options.run),
         "versions": versions(),
     }
     plot_rounds(

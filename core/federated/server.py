@@ -1,12 +1,13 @@
 """What the server keeps: the adapter, the model it is evaluated in, and with a ``ProxyStrategy`` the stand-in and its versions.
 
 Every client gets the adapter in every round. Of the stand-in's frozen part a node gets what it lacks: all of it once, and later
-the slices that an alignment changed.
+the slices that an alignment changed. With regularizers the first adapter of all comes with it: they may hold on to it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from .payload import Payload, grouped
 from .resident import Resident
 from .rows import NoRows
 from .stand_in import Changes, everything, find_changes, merge, pack
-from .worker import ADAPTER, label_line
+from .worker import ADAPTER, INITIAL, label_line, other_setup
 
 _TIMING = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time")
 
@@ -38,10 +39,10 @@ class Server:
 
     def __init__(self, resident: Resident, full: nn.Module | None, validation: Any, rows: Any, run_id: str) -> None:
         self.resident = resident
-        self.adapter = resident.state()
+        self.adapter = self._initial = resident.state()
         self.run_id = run_id
         self.changes: list[Changes] = []
-        self._full = full
+        self._full = None if full is None else full.to(resident.trainer.args.device)
         self._validation = validation
         self._rows = rows
         self._has: dict[str, str] = {}
@@ -64,7 +65,7 @@ class Server:
         """Learn what nodes have, from what they describe.
 
         Raises:
-            FederationError: a node has another base model.
+            FederationError: a node has another base model, strategy, regularizer or option.
         """
         for node, reply in replies.items():
             version = str(reply.scalars.get("version", ""))
@@ -74,6 +75,8 @@ class Server:
                     f"{self.version[:12]}",
                     remedy="give every client the model the server has",
                 )
+            if "error" not in reply.scalars and reply.scalars.get("setup") != self.resident.setup:
+                raise other_setup(node)
             self._has[node] = version
 
     def request(self, node: str, scalars: Mapping[str, Any]) -> Payload:
@@ -86,7 +89,10 @@ class Server:
             missing = merge(self.changes[versions.index(has) :]) if known else everything(self.resident.frozen())
             has = has if known else ""
         arrays = {**grouped(ADAPTER, self.adapter), **pack(self.resident.frozen() if missing else {}, missing)}
-        return Payload(arrays, {**scalars, "version": self.version, "from_version": has, "labels": self._labels})
+        if missing and not has and self.resident.is_regularized:
+            arrays |= grouped(INITIAL, self._initial)
+        agreed = {"labels": self._labels, "setup": self.resident.setup}
+        return Payload(arrays, {**scalars, **agreed, "version": self.version, "from_version": has})
 
     def heard(self, node: str, accepted: bool) -> None:
         """Remember what a node has now; of one whose answer did not count, nothing is known."""
@@ -96,6 +102,11 @@ class Server:
             self._has.pop(node, None)
 
     # ---- the stand-in
+
+    @cached_property
+    def statistics_like(self) -> dict[str, torch.Tensor]:
+        """What statistics look like, which clients shall tell: those of a row of the server's own."""
+        return {} if self._rows is None else self.resident.statistics([self._rows[0]])
 
     def _batches(self, seed: int) -> Iterable[Mapping[str, Any]]:
         if self._rows is None:

@@ -20,6 +20,8 @@ def show_cost(cost: Cost) -> None:
         facts["stand-in, once"] = _size(cost.stand_in_bytes)
     if cost.every:
         facts[f"alignment every {cost.every} rounds, per round"] = _size(cost.alignment_bytes)
+        facts["alignment, per round it takes part in"] = f"{_size(cost.alignment_bytes_asked)} or more"
+        facts["statistics, per round it takes part in"] = _size(cost.statistics_bytes)
     show_mapping(facts)
     if cost.verdict():
         print(cost.verdict())
@@ -45,7 +47,11 @@ def show_federation(result: Mapping[str, Any], output_dir: Path) -> None:
     if measured["stand_in_bytes"]:
         facts["stand-in per client and round"] = (
             f"{_size(measured['stand_in_bytes'])} (predicted {_size(predicted['stand_in_bytes_once'])} once and "
-            f"{_size(predicted['alignment_bytes'])} a round)"
+            f"{_size(predicted['alignment_bytes_asked'])} or more a round)"
+        )
+    if measured["statistics_bytes"]:
+        facts["statistics per client and round"] = (
+            f"{_size(measured['statistics_bytes'])} (predicted {_size(predicted['statistics_bytes'])})"
         )
     if result["left_out"]:
         facts["left out"] = ", ".join(f"{name} ({count})" for name, count in sorted(result["left_out"].items()))

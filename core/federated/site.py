@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from transformers import set_seed
 
 from ...registry.proxy import ProxyStrategy
@@ -13,6 +11,7 @@ from ..recipe import choose
 from .arguments import FederatedOptions
 from .protection import protection_of
 from .resident import Resident
+from .rows import with_its_one_file
 from .worker import ClientWorker
 
 
@@ -30,16 +29,15 @@ def site_worker(name: str, options: FederatedOptions) -> ClientWorker:
         TuneryError: anything that cannot be loaded or does not go together.
     """
     args, run = options.run.training, options.run.run
-    data_arguments = options.run.data
-    if data_arguments.train_file and not data_arguments.validation_file:
-        # Nothing is evaluated here: no row is held out for it.
-        data_arguments = dataclasses.replace(data_arguments, validation_file=data_arguments.train_file)
-    (data,) = load_tasks(data_arguments, seed=args.seed if args.data_seed is None else args.data_seed)
+    seed = args.seed if args.data_seed is None else args.data_seed
+    (data,) = load_tasks(with_its_one_file(options.run.data), seed=seed)
     processor = load_processor(run.model_name_or_path, data.task, run.model_revision)
     encoded = encode(data, processor)
     strategy = choose(args.strategy, args.regularizers).strategy
     set_seed(args.seed)
-    make = empty_model if isinstance(strategy, ProxyStrategy) else load_model
+    gets_all = isinstance(strategy, ProxyStrategy)
+    make = empty_model if gets_all else load_model
     model = make(run.model_name_or_path, data.task, run.model_revision, run.dtype)
     resident = Resident(model, data.task, processor, encoded.data_collator, options.run)
-    return ClientWorker(name, resident, encoded.train, protection_of(options.federated, resident.aligns))
+    protection = protection_of(options.federated, resident.aligns)
+    return ClientWorker(name, resident, encoded.train, protection, made_empty=gets_all)

@@ -1,7 +1,7 @@
 """A client, whole: it holds its rows and its config, gets payloads and answers with payloads, whatever engine carries them.
 
 What leaves it is: what trains (the adapter), what a ``ProxyStrategy`` tells of its rows (statistics), and scalars: how many rows,
-mean loss, seconds, version. No row, label or text does, and of an error only its kind, since messages quote what they complain
+mean loss, seconds, version and setup. No row, label or text does, and of an error only its kind, since messages quote what they complain
 about. Clipping and noise are applied here.
 """
 
@@ -19,7 +19,7 @@ from .resident import Resident
 from .stand_in import unpack
 
 DESCRIBE, TRAIN = "describe", "train"
-ADAPTER, STATISTICS = "adapter", "statistics"
+ADAPTER, STATISTICS, INITIAL = "adapter", "statistics", "initial"
 _LOGGER = logging.getLogger("tunery")
 
 
@@ -33,16 +33,25 @@ class ClientWorker:
         protection: clipping and noise.
         noise_seed: of the noise; default: the machine's randomness, so that nobody else can take the noise off again. Only a
             simulation gives one.
+        made_empty: whether the model's weights all come from the server, those that regularizers hold on to too.
     """
 
     def __init__(
-        self, name: str, resident: Resident, rows: Any, protection: Protection, noise_seed: int | None = None
+        self,
+        name: str,
+        resident: Resident,
+        rows: Any,
+        protection: Protection,
+        noise_seed: int | None = None,
+        *,
+        made_empty: bool = False,
     ) -> None:
         self.name = name
         self._resident = resident
         self._rows = rows
         self._protection = protection
         self._noise_seed = noise_seed
+        self._made_empty = made_empty
         # A stand-in comes from the server; any other model is what the client has loaded itself.
         self.version = "" if resident.proxy is not None else resident.fingerprint
 
@@ -50,7 +59,9 @@ class ClientWorker:
         """Do what is asked and return what to send; an error becomes its kind, and is told in full to this client's log."""
         try:
             if op == DESCRIBE:
-                return Payload(scalars={"rows": len(self._rows), "version": self.version})
+                return Payload(
+                    scalars={"rows": len(self._rows), "version": self.version, "setup": self._resident.setup}
+                )
             if op == TRAIN:
                 return self._train(request)
             raise FederationError(f"no operation {op!r}", known=(DESCRIBE, TRAIN))
@@ -64,17 +75,19 @@ class ClientWorker:
         labels = label_line(resident)
         if asked["labels"] != labels:
             raise FederationError(f"client {self.name} has labels {labels!r}, the server {asked['labels']!r}")
+        if asked["setup"] != resident.setup:
+            raise other_setup(self.name)
         if asked["statistics"] and not resident.aligns:
-            raise FederationError(
-                f"client {self.name} was asked for statistics, and its strategy tells none",
-                remedy="give server and clients the same strategy",
-            )
+            raise FederationError(f"client {self.name} was asked for statistics, and its strategy tells none")
         if asked["from_version"] not in ("", self.version):
             raise FederationError(
                 f"client {self.name} has version {self.version!r} and was sent what {asked['from_version']!r} lacks"
             )
         if resident.proxy is not None:
             unpack(resident.frozen(), request)
+            if self._made_empty and (initial := request.group(INITIAL)):
+                _check_fits(initial, resident.state())
+                resident.attach_anew(initial)
             self.version = str(asked["version"])
         received = request.group(ADAPTER)
         _check_fits(received, resident.state())
@@ -90,6 +103,15 @@ class ClientWorker:
             {**grouped(ADAPTER, adapter), **grouped(STATISTICS, statistics)},
             {"rows": len(self._rows), "loss": loss, "seconds": seconds, "version": self.version},
         )
+
+
+def other_setup(name: str) -> FederationError:
+    """Return what to say of a client that does not train what the server has."""
+    return FederationError(
+        f"client {name} has another strategy than the server, other options or another version of it, another seed, or other "
+        "regularizers",
+        remedy="give server and clients the same of each",
+    )
 
 
 def label_line(resident: Resident) -> str:

@@ -95,7 +95,7 @@ class TinyModel:
         if self.kind is TaskKind.IMAGE_CLASSIFICATION:
             rows = _image_rows(count)
         else:
-            rows = _text_rows(count, causal=self.kind is TaskKind.CAUSAL_LM)
+            rows = _text_rows(count, every_token=self.kind.is_language_modelling)
         return rows if tasks == 1 else [self._row_of(row, number % tasks) for number, row in enumerate(rows)]
 
     def tasks(self, count: int) -> list[Task]:
@@ -108,12 +108,12 @@ class TinyModel:
         ]
 
     def _labels(self, task: int) -> tuple[str, ...]:
-        if self.kind is TaskKind.CAUSAL_LM:
+        if self.kind.is_language_modelling:
             return ()
         return tuple(f"LABEL_{label}" for label in range(LABELS - task % 2))
 
     def _row_of(self, row: dict[str, Any], task: int) -> dict[str, Any]:
-        labels = row["labels"] if self.kind is TaskKind.CAUSAL_LM else row["labels"] % (LABELS - task % 2)
+        labels = row["labels"] if self.kind.is_language_modelling else row["labels"] % (LABELS - task % 2)
         return {**row, "labels": labels, "task_ids": task}
 
 
@@ -206,6 +206,7 @@ MODELS = {
             auto="AutoModelForSequenceClassification",
             config=_deep_bert,
         ),
+        TinyModel(name="bert_masked_lm", kind=TaskKind.MASKED_LM, auto="AutoModelForMaskedLM", config=_bert),
         TinyModel(name="llama_causal_lm", kind=TaskKind.CAUSAL_LM, auto="AutoModelForCausalLM", config=_llama),
         TinyModel(name="gpt2_causal_lm", kind=TaskKind.CAUSAL_LM, auto="AutoModelForCausalLM", config=_gpt2),
         TinyModel(
@@ -257,7 +258,7 @@ def _rename(file: Path, names: Mapping[str, str]) -> None:
     save_file(state, file, metadata={"format": "pt"})
 
 
-def _text_rows(count: int, causal: bool) -> list[dict[str, Any]]:
+def _text_rows(count: int, every_token: bool) -> list[dict[str, Any]]:
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -266,7 +267,7 @@ def _text_rows(count: int, causal: bool) -> list[dict[str, Any]]:
         tokens = torch.randint(1, VOCABULARY, (LENGTH,), generator=generator)
         valid = int(torch.randint(3, LENGTH + 1, (), generator=generator))
         mask = (torch.arange(LENGTH) < valid).long()
-        labels = tokens.masked_fill(mask == 0, -100) if causal else torch.randint(LABELS, (), generator=generator)
+        labels = tokens.masked_fill(mask == 0, -100) if every_token else torch.randint(LABELS, (), generator=generator)
         rows.append({"input_ids": tokens * mask, "attention_mask": mask, "labels": labels})
     return rows
 

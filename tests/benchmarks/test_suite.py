@@ -68,6 +68,11 @@ def test_shipped_suites_can_be_run(name: str, tmp_path: Path):
         ({"seed": 1}, "seed: Extra inputs"),
         ({"methods": {"a--b": {}}}, "method 'a--b' is no name"),
         ({"tasks": {"a/b": {}}}, "task 'a/b' is no name"),
+        ({"tasks": {"average": {}}}, "task 'average' is what the report calls the mean over tasks"),
+        (
+            {"tasks": {"both": {"tasks": [{"name": "a"}, {"name": "average"}]}}},
+            "task 'average' is what the report calls",
+        ),
         ({"defaults": {"learning_rat": 1}}, "no key 'learning_rat'.*did you mean 'learning_rate'"),
         ({"overrides": [{"keys": {"nothing": 1}}]}, "no key 'nothing'"),
         ({"tasks": {"t": {"protocol": 5}}}, "protocol 5 is no list of pieces"),
@@ -78,9 +83,19 @@ def test_refused(place: Any, changes: dict[str, Any], message: str):
         read_suite(str(place.suite(**changes)))
 
 
+def test_rounds_search_no_learning_rate(place: Any):
+    """A search that would not take place is refused, of the suite or of one method."""
+    search = ["learning_rate_search(1e-3, 1e-2)"]
+    for changes in ({"protocol": search}, {"methods": {"m": {"protocol": search}}}):
+        with pytest.raises(RecipeError, match="learning_rate_search is of command: train; in suite tiny"):
+            place.cells(command="federate", **changes)
+
+
 def test_unknown_suite():
     with pytest.raises(RecipeError, match=r"no suite 'smok'.*did you mean 'smoke'"):
         read_suite("smok")
+    with pytest.raises(RecipeError, match=r"no suite 'overtraining_figure2'.* recipes of tunery sensitivity"):
+        read_suite("overtraining_figure2")
 
 
 def test_selecting_cells(place: Any):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from peft import PeftModel
 
 import tunery
 from tunery.core.context import infer_task, make_context
+from tunery.core.federated.cost import multiplications
 from tunery.core.finished import _Bare
 from tunery.plugins.strategies.proxy_sub_fm import ProxySubFm
 from tunery.plugins.strategies.proxy_sub_fm.neurons import Block, find_blocks, most, saliency
@@ -154,19 +156,31 @@ def test_a_second_plug_brings_the_first_up_to_date() -> None:
 
 @pytest.mark.parametrize("name", FURTHER)
 def test_further_architectures(name: str) -> None:
-    """RoBERTa, Qwen-2 and OLMo-2 lose neurons in the middle layer, and LoRA is on four projections of each layer."""
+    """RoBERTa, Qwen-2 and OLMo-2 lose neurons in the middle layer, LoRA is on four projections of each layer, and plugged back
+    untrained it changes no bit of the model.
+    """
     torch.manual_seed(0)
     auto = transformers.AutoModelForSequenceClassification
     if name == "olmo2":
         auto = transformers.AutoModelForCausalLM
-    model = auto.from_config(FURTHER[name])
-    run = context(model)
-    proxy = strategy(ratio=0.5).prepare(model, run)
+    model = auto.from_config(FURTHER[name]).eval()
+    rows = torch.ones(2, 5, dtype=torch.long)
+    full, expected = copy.deepcopy(model), model(input_ids=rows).logits
+    run, chosen = context(model), strategy(ratio=0.5)
+    proxy = chosen.prepare(model, run).eval()
     assert [block.width for block in find_blocks(proxy, run)] == [32, 16, 32]
     adapted = [name for name, module in proxy.named_modules() if hasattr(module, "lora_A") and len(module.lora_A)]
     assert len(adapted) == 4 * 3
-    rows = torch.ones(2, 5, dtype=torch.long)
-    assert proxy(input_ids=rows).logits.isfinite().all()
+    assert not torch.equal(proxy(input_ids=rows).logits, expected)
+    assert torch.equal(chosen.plug_in(full, proxy, run).eval()(input_ids=rows).logits, expected)
+
+
+@pytest.mark.parametrize(("kind", "each"), [("bert_classifier", 4), ("vit_classifier", 4), ("gpt2_causal_lm", 2)])
+def test_adapted_modules_of_a_layer(kind: str, each: int) -> None:
+    """Query, key, value and output; GPT-2 has the first three in one."""
+    _, proxy, run = prepared(kind)
+    adapted = [name for name, module in proxy.named_modules() if hasattr(module, "lora_A") and len(module.lora_A)]
+    assert len(adapted) == each * len(run.anatomy(proxy).layers)
 
 
 def test_trains_lora_and_the_fresh_head_alone() -> None:
@@ -192,11 +206,17 @@ def encoder_size(proxy: Any) -> int:
 
 
 def test_counts_of_bert_base() -> None:
-    """85,054,464 transformer parameters of BERT-base become 49,641,984; the shapes alone are built."""
-    for ratio, size in ((0.0, 85_054_464), (0.75, 49_641_984)):
+    """85,054,464 transformer parameters of BERT-base become 49,641,984, or 81.11 and 47.34 times 2^20: a token takes 0.58 of
+    the multiplications by weights, and 128 tokens with their attention 0.59 of all. The shapes alone are built.
+    """
+    counted = []
+    for ratio, size, printed in ((0.0, 85_054_464, "81.11"), (0.75, 49_641_984, "47.34")):
         model = bert_base(device="meta")
         run = context(model)
-        assert encoder_size(strategy(ratio=ratio).prepare(model, run)) == size
+        proxy = strategy(ratio=ratio).prepare(model, run)
+        assert encoder_size(proxy) == size and f"{size / 2**20:.2f}" == printed
+        counted.append(multiplications(proxy, run, 128))
+    assert f"{49_641_984 / 85_054_464:.2f} {counted[1] / counted[0]:.2f}" == "0.58 0.59"
 
 
 @pytest.mark.slow

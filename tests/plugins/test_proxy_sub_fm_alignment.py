@@ -308,6 +308,21 @@ def test_idle_neurons_are_counted_over_real_tokens(threshold: float) -> None:
     assert all(torch.equal(halves[0][name] + halves[1][name], value) for name, value in told.items())
 
 
+def test_idle_neurons_are_exactly_zero_behind_relu() -> None:
+    """With ReLU every negative input counts as idle (eq. 14 as it stands), without a threshold."""
+    strategy, _, proxy, run = prepared()
+    layer = proxy.get_base_model().bert.encoder.layer[1]
+    layer.intermediate.intermediate_act_fn = torch.nn.ReLU()
+    given, negative = batches(), torch.zeros(16, dtype=torch.float64)
+    seen: list[torch.Tensor] = []
+    hook = layer.intermediate.dense.register_forward_hook(lambda _module, _args, output: seen.append(output))
+    told = strategy.statistics(proxy, given, run)
+    hook.remove()
+    for before, batch in zip(seen, given, strict=True):
+        negative += (before <= 0)[batch["attention_mask"].bool()].sum(0)
+    assert torch.equal(told["zeros.1"], negative) and 0 < negative.sum() < 16 * told["tokens"]
+
+
 def test_the_most_idle_share_is_chosen_and_ties_go_to_the_first() -> None:
     """Rates, not counts of one client; two of four."""
     block = block_of(4)

@@ -7,8 +7,8 @@ as it stands. It is as useful with one owner and no federation: tune a small sta
 ``config.intermediate_size`` goes on saying the model's width, since layers now differ in theirs; no file of a run holds the
 config of a sub-model. The sub-model is built anew from the base model whenever a run is loaded. What was taken out stays in
 host memory, once a process, for :meth:`ProxySubFm.export` and :meth:`ProxySubFm.whole`; those are the base model's own
-tensors, not copies, unless they lay elsewhere. Neurons that an alignment before tuning
-(``distill_steps``) has changed are files of the run, beside the adapter.
+tensors, not copies, unless they lay elsewhere. Neurons that an alignment has changed are files of the run, beside the
+adapter.
 """
 
 from __future__ import annotations
@@ -95,6 +95,7 @@ class ProxySubFm(ProxyStrategy):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self._originals: dict[int, list[nn.Parameter]] = {}  # by layer, as the base model had them
+        self._kept: dict[int, torch.Tensor] = {}  # by layer, the numbers of the neurons that stay
         self.realign_every = self.config.realign_every if self.config.ratio else 0
 
     def prepare(self, model: nn.Module, run: RunContext) -> nn.Module:
@@ -106,8 +107,9 @@ class ProxySubFm(ProxyStrategy):
         """
         for block, keep in self._narrowed(model, run):
             with run.sharding.gathered(block.parameters):
-                narrow = selected(block, most(saliency(block), keep))
-                whole = block.put(narrow)
+                kept = most(saliency(block), keep)
+                whole = block.put(selected(block, kept))
+                self._kept[block.layer] = kept
                 self._originals[block.layer] = [on_host(parameter) for parameter in whole]
         config = self.config
         targets = attention_projections(run.anatomy(model).layers)
@@ -145,11 +147,24 @@ class ProxySubFm(ProxyStrategy):
         return plug_adapter(model, proxy)
 
     def stored(self, model: nn.Module, run: RunContext) -> Sequence[str]:
-        """Return the names of what an alignment before tuning changes."""
-        if not self.config.distill_steps:
-            return ()
-        changed = {id(parameter) for block in self._narrow(model, run) for parameter in block.parameters}
+        """Return the names of what an alignment before tuning changes, and of what one during tuning has changed."""
+        changed = {
+            id(parameter)
+            for block in self._narrow(model, run)
+            for parameter, plain in zip(block.parameters, self._selected(block), strict=True)
+            if self.config.distill_steps or self._differs(parameter, plain, run)
+        }
         return [name for name, parameter in model.named_parameters() if id(parameter) in changed]
+
+    def _selected(self, block: Block) -> Iterator[torch.Tensor]:
+        """Yield the parameters of a narrow block as the base model has them, in host memory."""
+        for whole, (_, _, dim) in zip(self._originals[block.layer], block.parts(), strict=True):
+            yield whole.detach() if dim is None else whole.detach().index_select(dim, self._kept[block.layer].cpu())
+
+    @staticmethod
+    def _differs(parameter: nn.Parameter, plain: torch.Tensor, run: RunContext) -> bool:
+        with run.sharding.gathered([parameter]):
+            return bool((parameter.detach().cpu() != plain.to(parameter.dtype)).any())
 
     @contextmanager
     def whole(self, proxy: nn.Module, run: RunContext) -> Iterator[nn.Module]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,7 @@ def small(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         data = {"train_file": str(rows), "validation_file": str(place.data / "first" / "validation.jsonl")}
         size = {
             "max_length": 16,
-            "max_train_samples": 100,
+            "max_train_samples": 104,
             "strategy": "lora:r=2",
             "use_cpu": True,
             "report_to": "none",
@@ -45,11 +46,16 @@ def test_time_of_rounds_without_evaluation(place: Any) -> None:
 
 
 def test_memory_beside_one_run(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The federation's peak over the run's."""
-    peaks = iter((300, 250))
+    """The federation's peak over the run's, for the model and for a sub-model that is aligned between the rounds."""
+    peaks = iter((300, 250, 280, 250))
     monkeypatch.setattr(rounds, "peak_memory", lambda work: (work(), SimpleNamespace(total=next(peaks)))[1])
-    claim = rounds.hundred_clients_memory(place.folder)
-    assert (claim.value, claim.goal) == (1.2, 1.2)
-    assert json.loads((place.folder / "many" / "result.json").read_text(encoding="utf-8"))["clients"] == 100
-    state = json.loads((place.folder / "one" / "trainer_state.json").read_text(encoding="utf-8"))
-    assert state["global_step"] == 20
+    monkeypatch.setattr(rounds, "SUB_MODEL", "proxy_sub_fm:r=2,retained=[0],realign_every=1,realign_steps=1")
+    monkeypatch.setattr(rounds, "hundred_clients_time", lambda *_: None)
+    monkeypatch.setattr(rounds.tempfile, "TemporaryDirectory", lambda: nullcontext(place.folder))
+    _, whole, narrow = rounds.claims(Run(quick=True))
+    assert [(claim.value, claim.goal) for claim in (whole, narrow)] == [(1.2, 1.2), (1.12, 1.2)]
+    for kind in ("", ", sub-model"):
+        result = json.loads((place.folder / f"many{kind}" / "result.json").read_text(encoding="utf-8"))
+        assert result["clients"] == 100 and (result["bytes"]["up_statistics"] > 0) == bool(kind)
+        state = json.loads((place.folder / f"one{kind}" / "trainer_state.json").read_text(encoding="utf-8"))
+        assert state["global_step"] == 20

@@ -26,7 +26,7 @@ def reply(seed: int, rows: int = 3, statistics: bool = False, **scalars) -> Payl
 @pytest.mark.parametrize("uniform", [False, True])
 def test_weighted_mean(uniform: bool):
     """sum_k n_k theta_k / sum_k n_k in float64, or the plain mean; statistics are summed as they are."""
-    mean = Mean(LIKE, "v", wants_statistics=True, uniform=uniform)
+    mean = Mean(LIKE, "v", statistics_like={"n": torch.zeros(5).double()}, uniform=uniform)
     replies = [reply(seed, rows=rows, statistics=True) for seed, rows in ((1, 1), (2, 10), (3, 5))]
     assert [mean.add(one) for one in replies] == [None] * 3
     weights = torch.tensor([1.0, 1.0, 1.0] if uniform else [1.0, 10.0, 5.0], dtype=torch.float64)
@@ -61,14 +61,14 @@ def changed(**arrays) -> Payload:
         (changed(**{"adapter/b": torch.full((4,), math.inf).bfloat16()}), "'b' holds numbers that are not finite"),
         (changed(**{"adapter/a": torch.zeros(3, 2)}), "'a' is float32 (3, 2) instead of float32 (2, 3)"),
         (changed(**{"adapter/a": torch.zeros(2, 3).double()}), "'a' is float64"),
-        (changed(**{"adapter/c": torch.zeros(1)}), "an adapter that has 'c'"),
-        (Payload({"adapter/a": torch.zeros(2, 3)}, reply(1).scalars), "an adapter that lacks 'b'"),
-        (changed(**{"statistics/n": torch.zeros(5).double()}), "statistics that nobody asked for"),
+        (changed(**{"adapter/c": torch.zeros(1)}), "an adapter with 'c' that nobody asked for"),
+        (Payload({"adapter/a": torch.zeros(2, 3)}, reply(1).scalars), "an adapter without 'b'"),
+        (changed(**{"statistics/n": torch.zeros(5).double()}), "statistics with 'n' that nobody asked for"),
     ],
 )
 def test_what_does_not_fit_is_left_out(bad: Payload | None, reason: str):
     """The reason is one line, and the mean is as if the reply had not come."""
-    mean = Mean(LIKE, "v", wants_statistics=False, uniform=False)
+    mean = Mean(LIKE, "v", statistics_like={}, uniform=False)
     mean.add(reply(2))
     before = mean.result()
     found = mean.add(bad)
@@ -77,16 +77,20 @@ def test_what_does_not_fit_is_left_out(bad: Payload | None, reason: str):
     assert all(torch.equal(before[name], value) for name, value in mean.result().items())
 
 
-def test_statistics_must_be_alike():
-    """Other names, other shapes, or numbers that are none are left out."""
-    mean = Mean(LIKE, "v", wants_statistics=True, uniform=False)
-    mean.add(reply(1, statistics=True))
-    good = reply(2, statistics=True)
-    for arrays in (
-        {"statistics/n": torch.zeros(6).double()},
-        {"statistics/n": torch.full((5,), math.inf).double()},
-        {"statistics/m": torch.zeros(5).double()},
-    ):
-        assert mean.add(Payload({**good.arrays, **arrays}, good.scalars)) is not None
-    assert "no statistics 'n'" in str(mean.add(reply(2)))
-    assert mean.add(good) is None
+@pytest.mark.parametrize(
+    ("statistics", "reason"),
+    [
+        ({"n": torch.zeros(6).double()}, "'n' is float64 (6,) instead of float64 (5,)"),
+        ({"n": torch.zeros(5)}, "'n' is float32 (5,) instead of float64 (5,)"),
+        ({"n": torch.full((5,), math.inf).double()}, "'n' holds numbers that are not finite"),
+        ({"m": torch.zeros(5).double()}, "statistics with 'm' that nobody asked for"),
+        ({}, "statistics without 'n'"),
+    ],
+)
+def test_statistics_must_be_as_the_server_knows_them(statistics: dict[str, torch.Tensor], reason: str):
+    """Whose come first does not matter: what they look like is not learnt from a reply."""
+    mean = Mean(LIKE, "v", statistics_like={"n": torch.zeros(5).double()}, uniform=False)
+    first = {f"statistics/{name}": value for name, value in statistics.items()}
+    assert mean.add(Payload({**reply(1).arrays, **first}, reply(1).scalars)) == reason
+    assert mean.add(reply(2, statistics=True)) is None
+    assert torch.equal(mean.statistics["n"], reply(2, statistics=True).arrays["statistics/n"])

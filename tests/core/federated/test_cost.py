@@ -19,7 +19,7 @@ from transformers import (
 
 from tunery.core.context import infer_task
 from tunery.core.federated.arguments import build_federated_options
-from tunery.core.federated.cost import Cost, mean_length, multiplications, predict
+from tunery.core.federated.cost import Cost, mean_length, missed, multiplications, predict
 from tunery.core.federated.resident import Resident
 from tunery.core.federated.show import show_cost
 
@@ -98,9 +98,19 @@ def test_predicted_is_measured(tiny: Any, run_federation, tmp_path: Path):
     which = 3 * 8 * 4  # three tensors, eight of sixteen neurons in each
     assert sent[2] == 2 * (2 * predicted["alignment_bytes"] + which)
     statistics = (16 + 1) * 8  # counts of one layer's neurons, and tokens
-    assert measured["statistics_bytes"] == statistics / 4
+    assert (
+        predicted["statistics_bytes"] == statistics / 2 and measured["statistics_bytes"] == statistics / 4
+    )  # not the last
+    assert predicted["alignment_bytes_asked"] == predicted["alignment_bytes"]  # takes part in every round
     assert measured["seconds"] > 0
     assert predicted["multiplications"] > 0
+
+
+@pytest.mark.parametrize(("share", "every"), [(0.1, 10), (0.25, 4), (1.0, 10), (0.5, 1)])
+def test_what_a_client_has_missed(share: float, every: int):
+    """The closed form is the mean over how long ago it was asked; who is always asked gets every alignment once."""
+    gaps = [share * (1 - share) ** (gap - 1) * min(1, gap / every) for gap in range(1, 500)]
+    assert missed(share, every) == pytest.approx(sum(gaps))
 
 
 def test_what_cannot_be_counted_is_none(tiny: Any):
@@ -116,7 +126,15 @@ def test_what_cannot_be_counted_is_none(tiny: Any):
 def test_the_table_of_a_dry_run(capsys: pytest.CaptureFixture[str]):
     """Sizes in units, and one line where aligning takes more than the adapter."""
     show_cost(
-        Cost(multiplications=1.5e9, adapter_bytes=2000, stand_in_bytes=3_000_000, alignment_bytes=2400.0, every=10)
+        Cost(
+            multiplications=1.5e9,
+            adapter_bytes=2000,
+            stand_in_bytes=3_000_000,
+            alignment_bytes=2400.0,
+            alignment_bytes_asked=15_600.0,
+            statistics_bytes=123.0,
+            every=10,
+        )
     )
     told = capsys.readouterr().out
     for words in (
@@ -125,8 +143,10 @@ def test_the_table_of_a_dry_run(capsys: pytest.CaptureFixture[str]):
         "3 MB",
         "alignment every 10 rounds, per round",
         "2.4 kB",
+        "15.6 kB or more",
+        "123 bytes",
         "1.20 x the adapter's bytes",
     ):
         assert words in told
-    show_cost(Cost(multiplications=1.0, adapter_bytes=2000, stand_in_bytes=0, alignment_bytes=0.0, every=0))
+    show_cost(Cost(multiplications=1.0, adapter_bytes=2000, stand_in_bytes=0))
     assert "alignment" not in capsys.readouterr().out

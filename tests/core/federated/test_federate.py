@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, set_seed
+from transformers import AutoModelForSequenceClassification, GPT2Config, GPT2LMHeadModel, set_seed
 
 from tunery.core.data import encode, load_tasks
 from tunery.core.federated.arguments import build_federated_options
@@ -115,6 +116,30 @@ def test_the_same_seed_gives_the_same_bits(strategy: str, run_federation, tmp_pa
     assert any(not torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "regularizer"),
+    [
+        ("peft:peft_type=VERA,r=4", "lnsr"),
+        ("multi_lora:r=2", "mmr"),
+        ("lora:r=2", "replay:data={rows},length=8"),
+    ],
+)
+def test_whatever_has_one_stage(strategy: str, regularizer: str, tiny: Any, run_federation, tmp_path: Path):
+    """A round of it ends with weights that load back; replay is for what models language."""
+    keys = {"strategy": strategy, "regularizers": [regularizer.format(rows=tiny.rows)], "num_rounds": 1}
+    if "replay" in regularizer:
+        decoder = shutil.copytree(tiny.base, tmp_path / "gpt2", ignore=shutil.ignore_patterns("config.json", "model*"))
+        GPT2LMHeadModel(GPT2Config(vocab_size=40, n_positions=32, n_embd=16, n_layer=1, n_head=2)).save_pretrained(
+            decoder
+        )
+        keys |= {"model_name_or_path": str(decoder), "task_kind": "causal_lm", "text_columns": ["text"]}
+    result = run_federation(tmp_path / "run", **keys, num_clients=2, client_fraction=1.0)
+    assert result["left_out"] == {} and result["metrics"]["loss"] > 0
+    kept = load_file(tmp_path / "run" / "rounds" / "round-00001" / "adapter.safetensors")
+    live = dict(load_run(tmp_path / "run").model.named_parameters())
+    assert all(torch.equal(live[name], value) for name, value in kept.items())
+
+
 def test_a_shared_model_changes_nothing(run_federation, tmp_path: Path, given):
     """Each client on a model of its own, one to a process as it were, gives the bits that one shared model gives."""
 
@@ -163,7 +188,7 @@ class Recorded:
 def test_no_row_label_or_text_leaves_a_client(
     tiny: Any, half_width, run_federation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
 ):
-    """Every byte clients send is the adapter, statistics, or one of four scalars; of an error, only its kind."""
+    """Every byte clients send is the adapter, statistics, or one of five scalars; of an error, only its kind."""
     kept: list[Recorded] = []
 
     def recorded(federation: Any, options: Any) -> Recorded:
@@ -195,7 +220,7 @@ def test_no_row_label_or_text_leaves_a_client(
         assert all(value.shape == trained[name].shape for name, value in message.group("adapter").items())
         assert {name: value.numel() for name, value in message.group("statistics").items()} in ({}, {"tokens": 1})
         assert len(message.arrays) == len(message.group("adapter")) + len(message.group("statistics"))
-        assert message.scalars.keys() <= {"rows", "loss", "seconds", "version", "error"}
+        assert message.scalars.keys() <= {"rows", "loss", "seconds", "version", "setup", "error"}
         assert message.scalars.get("error") in (None, "ValueError")
 
 

@@ -15,12 +15,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import tunery.core.federated.site
 from tunery.core.federated.arguments import read_federated_options
 from tunery.core.federated.engine import InProcess
 from tunery.core.federated.flare import launch
-from tunery.core.federated.flare.provision import CONTROLLER, EXECUTOR, Project, provision, read_project
+from tunery.core.federated.flare.provision import CONTROLLER, EXECUTOR, Project, own_state, provision, read_project
 from tunery.core.federated.run import federate
 from tunery.core.federated.site import site_worker
+from tunery.core.models import load_model
 from tunery.registry.errors import RecipeError
 
 SITES = ("site-1", "site-2")
@@ -71,6 +73,18 @@ def test_kits_are_tight(kits: Path):
         assert policy["project_admin"]["byoc"] == policy["project_admin"]["shell_commands"] == "none"
     server = json.loads((kits / "server" / "local" / "resources.json").read_text(encoding="utf-8"))
     assert server["servers"][0]["heart_beat_timeout"] == 120
+
+
+def test_a_server_keeps_its_state_in_its_own_kit(kits: Path, tmp_path: Path):
+    """Jobs and snapshots of two servers on one machine have nothing in common; whose kit moved takes the new place."""
+    for place in ("here", "there"):
+        kit = shutil.copytree(kits / "server", tmp_path / place)
+        own_state(kit)
+        resources = json.loads((kit / "local" / "resources.json").read_text(encoding="utf-8"))
+        (jobs,) = (item["args"]["uri_root"] for item in resources["components"] if item["id"] == "job_manager")
+        snapshots = resources["snapshot_persistor"]["args"]["storage"]["args"]["root_dir"]
+        assert (jobs, snapshots) == (str(kit / "state" / "jobs"), str(kit / "state" / "snapshots"))
+        assert resources["class_allow_list"] == [CONTROLLER]
 
 
 def test_a_recipe_is_taken_whole_or_not_at_all(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -147,6 +161,43 @@ def test_sites_bring_their_own_rows(parties: dict[str, Path], tmp_path: Path):
     rows = [json.loads(line) for line in (tmp_path / "other" / "rounds.jsonl").read_text(encoding="utf-8").splitlines()]
     assert rows[0]["left_out"] == {"site-2": "failed with FederationError"}
     assert all(row["clients"] == ["site-1"] for row in rows)
+
+
+@pytest.mark.parametrize("key", ["validation_file", "train_file"])
+def test_a_servers_one_file_evaluates(key: str, parties: dict[str, Path], tmp_path: Path):
+    """All of its rows, whichever of the two keys names it."""
+    keys = json.loads(parties["server"].read_text(encoding="utf-8")) | {"num_rounds": 1}
+    file = keys.pop("train_file")
+    del keys["validation_file"]
+    parties["server"].write_text(json.dumps(keys | {key: file}), encoding="utf-8")
+    result = in_this_process(parties, tmp_path / "run")
+    assert result["examples"]["validation"] == len(Path(file).read_text(encoding="utf-8").splitlines())
+
+
+@pytest.mark.parametrize("regularizer", ["l2_sp:alpha=10", "mixout:p=0.5"])
+def test_what_a_site_without_weights_is_pulled_to(
+    regularizer: str, tiny: Any, parties: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Sites that have nothing of the model but its config train, and end like sites that have all of it, also who joins later."""
+    bare = shutil.copytree(tiny.base, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
+    strategy = "offsite:adapter_layers=[1,0],emulator_layers=1,tune=layers"
+    for name, path in parties.items():
+        keys = json.loads(path.read_text(encoding="utf-8")) | {"strategy": strategy, "regularizers": [regularizer]}
+        keys |= {"client_fraction": 0.5, "num_rounds": 4} | (
+            {} if name == "server" else {"model_name_or_path": str(bare)}
+        )
+        path.write_text(json.dumps(keys), encoding="utf-8")
+    in_this_process(parties, tmp_path / "without")
+    for site in SITES:
+        path = parties[site]
+        path.write_text(path.read_text(encoding="utf-8").replace(str(bare), str(tiny.base)), encoding="utf-8")
+    monkeypatch.setattr(tunery.core.federated.site, "empty_model", load_model)
+    in_this_process(parties, tmp_path / "with")
+    one, other = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("without", "with"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    rows = [json.loads(line) for line in (tmp_path / "with" / "rounds.jsonl").read_text(encoding="utf-8").splitlines()]
+    came = [row["clients"][0] for row in rows]
+    assert set(came) == set(SITES)  # so one of them joined after the other had trained
 
 
 @pytest.mark.slow

@@ -18,8 +18,9 @@ from tunery.core.federated.arguments import build_federated_options
 from tunery.core.federated.payload import Payload
 from tunery.core.federated.run import assemble, in_process
 from tunery.core.federated.server import Server
-from tunery.core.finished import export_run
+from tunery.core.finished import export_run, load_run
 from tunery.core.models import load_processor
+from tunery.core.probe_points import probe_run
 from tunery.registry.errors import RecipeError
 
 KEYS = {"strategy": "half_width:every=2", "server_fraction": 0.25, "num_rounds": 5, "client_fraction": 0.5}
@@ -169,6 +170,23 @@ def test_server_data_from_a_file(half_width, run_federation, tmp_path: Path):
         run_federation(tmp_path / "noise", **keys, clip_norm=1.0, noise_multiplier=0.1)
 
 
+def test_what_the_stand_in_keeps_is_in_memory_once(given, tmp_path: Path):
+    """Beside the whole model the stand-in has its narrow blocks, its adapter and its head, and shares the rest."""
+    keys = {"strategy": "proxy_sub_fm:r=2,ratio=0.5,retained=[0]", "server_fraction": 0.2}
+    made = assemble(build_federated_options(given(tmp_path / "run", **keys)))
+    whole = {value.data_ptr() for value in made.full.state_dict().values()}
+    named = made.resident.model.state_dict()
+    own = {name for name, value in named.items() if value.data_ptr() not in whole}
+    narrow = {name for name in own if ".layer.1." in name and "attention" not in name}
+    assert {name.rpartition("layer.1.")[2] for name in narrow} == {
+        "intermediate.dense.weight",
+        "intermediate.dense.bias",
+        "output.dense.weight",
+        "output.dense.bias",
+    }
+    assert all("lora" in name or "classifier.modules_to_save" in name for name in own - narrow)
+
+
 @pytest.fixture(scope="module")
 def deep_base(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model with four layers, so that there is a middle to leave out, and weights so large that it is missed."""
@@ -201,3 +219,24 @@ def test_scored_in_the_full_model(strategy: str, deep_base: Path, run_federation
     assert found.loss.item() == pytest.approx(result["metrics"]["loss"], abs=1e-5)
     right = (found.logits.argmax(-1) == batch["labels"]).float().mean().item()
     assert right == pytest.approx(result["metrics"]["accuracy"], abs=1e-6)
+
+
+@pytest.mark.parametrize("distill_steps", [0, 1])
+def test_a_stand_in_aligned_during_tuning_loads_back(distill_steps: int, run_federation, tmp_path: Path):
+    """``load_run`` has the bits that the last round had, also where nothing was aligned before the first (the paper's _D)."""
+    aligning = f"distill_steps={distill_steps},realign_every=1,realign_steps=2"
+    keys = {"strategy": f"proxy_sub_fm:r=2,ratio=0.5,retained=[0],{aligning}", "server_fraction": 0.2, "num_rounds": 2}
+    run_federation(tmp_path / "run", **keys)
+    found = load_run(tmp_path / "run").model.state_dict()
+    kept = load_file(tmp_path / "run" / "rounds" / "round-00002" / "stand_in.safetensors")
+    assert all(torch.equal(found[name], value) for name, value in kept.items())
+
+
+def test_a_federation_is_probed_like_any_run(run_federation, tmp_path: Path):
+    """As its refusal of ``probes`` says: the finished folder will do, and knows the rows it was evaluated on."""
+    keys = {"strategy": "proxy_sub_fm:r=2,ratio=0.5,retained=[0],realign_every=0", "num_rounds": 1}
+    with pytest.raises(RecipeError, match="measure the finished run: tunery probe NAME --model RUN"):
+        run_federation(tmp_path / "run", **keys, probes=["gradient_gap"])
+    run_federation(tmp_path / "run", **keys)
+    measured = {row["name"]: row["value"] for row in probe_run("gradient_gap", tmp_path / "run") if "layer" not in row}
+    assert measured["gap"] > 0 and measured["ratio"] == pytest.approx(measured["gap"] / measured["gradient"])

@@ -104,6 +104,36 @@ def test_clients_that_fail_are_left_out_named_and_counted(
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def cut(worker: Any, reply: Payload) -> Payload:
+    return changed(reply, lambda name, value: {name: value[1:] if value.dim() else value})
+
+
+def silent(worker: Any, reply: Payload) -> Payload:
+    return changed(reply, lambda name, value: {})
+
+
+def renamed(worker: Any, reply: Payload) -> Payload:
+    return changed(reply, lambda name, value: {f"{name}.1": value})
+
+
+def changed(reply: Payload, change: Callable[[str, torch.Tensor], dict[str, torch.Tensor]]) -> Payload:
+    arrays: dict[str, torch.Tensor] = {}
+    for name, value in reply.arrays.items():
+        arrays |= change(name, value) if name.startswith("statistics/") else {name: value}
+    return Payload(arrays, reply.scalars)
+
+
+@pytest.mark.parametrize(("act", "words"), [(cut, "instead of float64"), (silent, "without"), (renamed, "without")])
+def test_the_first_clients_statistics_are_no_norm(act: Any, words: str, run_federation, tmp_path: Path):
+    """Bad ones of whoever comes first leave out that client alone, and the others' align the stand-in."""
+    strategy = "proxy_sub_fm:r=2,ratio=0.5,retained=[0],realign_every=1,realign_steps=1"
+    keys = {"client_fraction": 1.0, "num_clients": 3, "num_rounds": 2, "strategy": strategy, "server_fraction": 0.2}
+    run_federation(tmp_path / "run", sabotage({"client-0": act}), **keys)
+    first = rows_of(tmp_path / "run")[0]
+    assert first["clients"] == ["client-1", "client-2"] and words in first["left_out"]["client-0"]
+    assert first["aligned"]["alignment_steps"] == 1
+
+
 def test_a_client_that_failed_rests(run_federation, tmp_path: Path):
     """It is not asked for two rounds, since there are others; then it is again."""
     keys = {"client_fraction": 0.67, "num_rounds": 8, "num_clients": 6}

@@ -27,7 +27,7 @@ def server(half_width: Any, given: Callable[..., dict[str, Any]], tmp_path_facto
 @pytest.mark.parametrize("says", ["", "run:", "run:x", "run:-1", "run:2", "run:1:0", "other:1", "run:" + "9" * 5000])
 def test_a_version_that_never_was_gets_everything(says: str, server: Server):
     """Whatever a node claims to have, it is sent the whole stand-in unless that is a version of this run."""
-    server.meet({"north": Payload(scalars={"version": says})})
+    server.meet({"north": Payload(scalars={"version": says, "setup": server.resident.setup})})
     request = server.request("north", {})
     assert request.nbytes("frozen") == sum(value.nbytes for value in server.resident.frozen().values())
     assert (request.scalars["from_version"], request.scalars["version"]) == ("", "run:1")
@@ -36,6 +36,6 @@ def test_a_version_that_never_was_gets_everything(says: str, server: Server):
 def test_a_version_of_this_run_gets_what_it_lacks(server: Server):
     """Nothing, where nothing changed since."""
     for says in ("run:0", "run:1"):
-        server.meet({"north": Payload(scalars={"version": says})})
+        server.meet({"north": Payload(scalars={"version": says, "setup": server.resident.setup})})
         request = server.request("north", {})
         assert request.nbytes("frozen") == 0 and request.scalars["from_version"] == says

@@ -14,15 +14,18 @@ from tunery.core.federated.arguments import build_federated_options
 from tunery.core.federated.payload import Payload, grouped
 from tunery.core.federated.protection import Protection
 from tunery.core.federated.run import assemble
+from tunery.core.federated.server import Server
 from tunery.core.federated.worker import ClientWorker, label_line
+from tunery.registry.errors import FederationError
 
 
 @pytest.fixture
 def worker(given: Callable[..., dict[str, Any]], tmp_path: Path) -> Callable[..., ClientWorker]:
-    def made(strategy: str, protection: Protection | None = None, noise_seed: int | None = 0) -> ClientWorker:
-        federation = assemble(
-            build_federated_options(given(tmp_path, strategy=strategy, num_clients=1, server_fraction=0.2))
-        )
+    def made(
+        strategy: str, protection: Protection | None = None, noise_seed: int | None = 0, **keys: Any
+    ) -> ClientWorker:
+        keys = {"strategy": strategy, "num_clients": 1, "server_fraction": 0.2, **keys}
+        federation = assemble(build_federated_options(given(tmp_path, **keys)))
         return ClientWorker(
             "north", federation.resident, federation.client_rows[0], protection or Protection(), noise_seed
         )
@@ -33,7 +36,7 @@ def worker(given: Callable[..., dict[str, Any]], tmp_path: Path) -> Callable[...
 def asked(worker: ClientWorker, **changes: Any) -> Payload:
     resident = worker._resident
     scalars = {"labels": label_line(resident), "from_version": "", "version": "server's", "seed": 1}
-    scalars |= {"learning_rate": 0.01, "statistics": False, **changes}
+    scalars |= {"setup": resident.setup, "learning_rate": 0.01, "statistics": False, **changes}
     return Payload(grouped("adapter", resident.state()), scalars)
 
 
@@ -76,3 +79,33 @@ def test_noise_is_the_clients_own(worker: Callable[..., ClientWorker]):
     sent = [client.handle("train", request).group("adapter") for client in clients]
     same = [all(torch.equal(one[name], other[name]) for name in one) for one, other in itertools.pairwise(sent)]
     assert same == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "keys"),
+    [
+        ("lora:r=2,alpha=4", {}),
+        ("half_width:every=1", {}),
+        ("multi_lora:r=2", {"seed": 2}),
+        ("lora:r=2", {"regularizers": ["lnsr"]}),
+    ],
+)
+def test_a_setup_that_is_not_the_servers(
+    strategy: str,
+    keys: dict[str, Any],
+    worker: Callable[..., ClientWorker],
+    half_width: Any,
+    caplog: pytest.LogCaptureFixture,
+):
+    """Another option, other frozen numbers or another regularizer, where names and shapes are the same: a client does not
+    train on it, and a server that hears of it does not begin.
+    """
+    plain = strategy.partition(":")[0] + (":r=2" if "r=2" in strategy else "")
+    other, client = worker(plain), worker(strategy, **keys)
+    assert client.handle("train", asked(other)).scalars["error"] == "FederationError"
+    assert "client north has another strategy than the server" in caplog.text
+    server = Server(other._resident, None, None, None, "run")
+    server.meet({"north": other.handle("describe", Payload())})
+    with pytest.raises(FederationError, match="client north has another strategy than the server") as caught:
+        server.meet({"north": client.handle("describe", Payload())})
+    assert "\n" not in str(caught.value)
