@@ -30,6 +30,7 @@ from ..registry.errors import ArtifactError, UnknownPluginError, did_you_mean
 from ..registry.selection import Selection
 
 MANIFEST = "tunery.json"
+RESULT = "result.json"
 FORMAT = 1
 _RECORDED = ("tunery", "torch", "transformers", "peft", "accelerate", "deepspeed", "safetensors")
 _SAMPLES = 64
@@ -195,6 +196,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     for name, expected in content["files"].items():
         _check_file(folder / name, expected)
     return content
+
+
+def read_counts(folder: Path) -> Mapping[str, int]:
+    """Return how many parameters a run's result counts, by name; none where it has no result that can be read."""
+    try:
+        counts: Mapping[str, int] = json.loads((folder / RESULT).read_text(encoding="utf-8"))["parameters"]
+        return {name: int(count) for name, count in counts.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
 
 
 def _check_file(path: Path, expected: Mapping[str, Any]) -> None:

@@ -129,15 +129,23 @@ def export(
 
 
 def tasks_list(run: RunFolder) -> None:
-    """List the tasks of a run: name, kind, labels and metrics."""
-    from .artifacts import read_manifest, tasks_of
-    from .console import show_measurements
+    """List the tasks of a run: name, kind, labels and metrics; and of a finished one how many numbers it took."""
+    from .artifacts import read_counts, read_manifest, tasks_of
+    from .console import show_mapping, show_measurements
 
     rows = [
         {"task": t.name, "kind": t.kind.value, "labels": ", ".join(t.label_names), "metrics": ", ".join(t.metrics)}
         for t in tasks_of(read_manifest(run))
     ]
     show_measurements(rows)
+    counts = read_counts(run)
+    named = {
+        "trainable": "parameters that train",
+        "stored": "stored in its files",
+        "paper": "as the method's paper counts",
+    }
+    if counts:
+        show_mapping({title: f"{counts[name]:,}" for name, title in named.items() if name in counts})
 
 
 def tasks_keep(

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..registry.errors import DataError
+from .artifacts import RESULT
 from .data import DataArguments, TaskData, load_task_data
 from .data.arguments import SOURCES
 from .points import Point
-from .run import RESULT
 
 _SOURCES = (*SOURCES, "validation_file", "test_file")
 _SEED = "data_seed"

@@ -23,7 +23,7 @@ from transformers import EarlyStoppingCallback, set_seed
 from ..registry.context import Task
 from ..registry.errors import DataError, RecipeError
 from .alignment import evaluate_whole
-from .artifacts import MANIFEST, read_manifest, versions, write_json
+from .artifacts import MANIFEST, RESULT, read_manifest, versions, write_json
 from .context import make_context
 from .data import DataArguments, TaskData, encode, encode_jointly, load_tasks
 from .data.generation import PREDICTIONS, Writer, questions, score
@@ -46,7 +46,6 @@ from .sharding import parameter_counts
 from .staging import STAGES, place_to_resume, stage_history
 from .trainer import Trainer
 
-RESULT = "result.json"
 MAJORITY = "majority"
 _FILES = (MANIFEST, RESULT, MEASUREMENTS, PREDICTIONS, CURVE)
 _EARLIER = (*_FILES, "baselines", STAGES, "checkpoint-*", "*.safetensors", "adapter_config.json")
@@ -130,7 +129,11 @@ def train(options: Options) -> dict[str, Any]:
         "main_metrics": _main_metrics(tasks),
         "train_loss": outcome.training_loss,
         "examples": _examples(data),
-        "parameters": parameter_counts(trained) | {"stored": stored_parameters(output_dir)},
+        "parameters": {
+            **parameter_counts(trained),
+            "stored": stored_parameters(output_dir),
+            **(trainer.recipe.strategy.counts(trained) if trainer.recipe.strategy else {}),
+        },
         "seconds": seconds,
         "peak_memory_bytes": peak_memory(),
         "seed": args.seed,

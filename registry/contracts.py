@@ -130,6 +130,16 @@ class Strategy(Plugin):
         """Return the parameters whose gradients are clipped together, and rest where they are zero; none for all at once."""
         return ()
 
+    def counts(self, model: nn.Module) -> Mapping[str, int]:
+        """Return further counts of parameters for a run's result, by name; none for most.
+
+        ``paper``: what the method's paper counts, where that is not what trains.
+
+        Args:
+            model: what :meth:`prepare` returned, trained; sharded or not.
+        """
+        return {}
+
     def keep_tasks(self, model: nn.Module, names: Mapping[str, str]) -> None:
         """Keep the tasks that ``names`` lists, under the names it gives them, and forget the others.
 

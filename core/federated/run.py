@@ -18,12 +18,12 @@ from transformers import set_seed
 
 from ...registry.errors import RecipeError
 from ...registry.proxy import ProxyStrategy
-from ..artifacts import MANIFEST, versions, write_json
+from ..artifacts import MANIFEST, RESULT, versions, write_json
 from ..data import DataArguments, TaskData, encode, load_tasks
 from ..data.loading import FILE_TYPES, load_splits, quiet, sample
 from ..models import load_model, load_processor
 from ..recipe import choose
-from ..run import RESULT, check_writable, data_keys, peak_memory, refuse_mixing, remove, stored_parameters
+from ..run import check_writable, data_keys, peak_memory, refuse_mixing, remove, stored_parameters
 from ..sharding import parameter_counts
 from .arguments import FederatedArguments, FederatedOptions
 from .checkpoint import LOG, ROUNDS, Checkpoints, Progress, RoundLog

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -389,7 +390,11 @@ def test_tasks_of_a_run_are_listed_exported_and_renamed(
 ) -> None:
     """From the command line."""
     folder, _ = joint
-    assert "length" in cli("tasks", "list", folder).out
+    listed = cli("tasks", "list", folder).out
+    assert "length" in listed
+    # 2 layers with query and value, 16 wide, r=2: A + 2 B of 4 x 32 numbers; heads of 2 and 1 labels, 17 numbers each
+    for title, count in {"that train": 256 + 51, "stored": 384 + 51, "paper counts": 384}.items():
+        assert re.search(rf"{title}.*  {count}$", listed, re.MULTILINE), title
     assert cli("tasks", "keep", folder, "--task", "length=size", "--output_dir", tmp_path / "kept").code == 0
     assert [task.name for task in load_run(tmp_path / "kept").run.tasks] == ["size"]
     twice = cli("tasks", "keep", folder, "--task", "yes=x", "--task", "yes=y", "--output_dir", tmp_path / "twice")

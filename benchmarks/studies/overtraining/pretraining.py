@@ -15,9 +15,8 @@ from typing import Any
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 from .... import build_options, train
-from ....core.artifacts import write_json
+from ....core.artifacts import RESULT, write_json
 from ....core.inflection import short
-from ....core.run import RESULT
 from ....registry.errors import RecipeError
 from .text import documents, split, train_tokenizer
 

@@ -160,6 +160,12 @@ class MultiLora(Strategy):
                     groups.setdefault(name, []).extend(head.parameters())
         return [group for group in groups.values() if group]
 
+    def counts(self, model: nn.Module) -> Mapping[str, int]:
+        """Return A + k B, heads aside: what the paper's tables call trainable, the frozen A included."""
+        from .tuner import of
+
+        return {"paper": of(model).parameter_counts()["paper"]}
+
     def keep_tasks(self, model: nn.Module, names: Mapping[str, str]) -> None:
         """Keep these tasks under these new names and forget the others; A stays."""
         from .tuner import of

@@ -228,11 +228,10 @@ class MultiLoraModel(BaseTuner):
         layers = [module for module in self.model.modules() if isinstance(module, MultiLoraLayer)]
         heads = [module for module in self.model.modules() if isinstance(module, TaskHeads)]
         shared = sum(layer.shared.numel() for layer in layers)
-        own = sum(tensor.numel() for layer in layers for tensor in layer.per_task.state_dict().values())
-        of_heads = sum(tensor.numel() for head in heads for tensor in head.heads.state_dict().values())
+        own = sum(numel(value) for layer in layers for value in values_of(layer.per_task))
         return {
-            "trains": sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad),
-            "stored": shared + own + of_heads,
+            "trains": sum(numel(parameter) for parameter in self.parameters() if parameter.requires_grad),
+            "stored": shared + own + sum(numel(value) for head in heads for value in values_of(head.heads)),
             "paper": shared + own,
             "loras": len(self.tasks) * shared + own,
         }
@@ -289,6 +288,17 @@ def adaptable(model: nn.Module, heads: Sequence[str]) -> list[str]:
 def is_within(name: str, modules: Sequence[str]) -> bool:
     """Whether a module is one of some others, or inside one."""
     return any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
+def values_of(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield every parameter and buffer of a module."""
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def numel(value: torch.Tensor) -> int:
+    """Return how many numbers a tensor has, as a whole where DeepSpeed's ZeRO-3 has cut it into shards."""
+    return int(getattr(value, "ds_numel", value.numel()))
 
 
 def of(model: Any) -> MultiLoraModel:

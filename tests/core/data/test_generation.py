@@ -216,6 +216,9 @@ def test_several_tasks_in_one_run(base: Path, tmp_path: Path, where: str) -> Non
     known = {"there_bleu", "there_chrf", "there_test_bleu", "there_test_chrf"}
     assert metrics.keys() == known | {"back_chrf", "back_test_chrf", "back_perplexity", "mean", "test_mean", "loss"}
     assert metrics["mean"] == pytest.approx((metrics["there_bleu"] + metrics["back_chrf"]) / 2)
+    counts = {"trainable": 2 * 16 * (96 + 32 + 128 + 32), "paper": 16 * (32 + 32 + 32 + 128) + 2 * 16 * 288}
+    assert counts.items() <= result["parameters"].items()  # also where ranks hold shards
+    assert result["parameters"]["stored"] == counts["paper"]
     answers = {(row["task"], row["prompt"]): row["prediction"] for row in read(tmp_path / "run" / "predictions.jsonl")}
     # One prompt, two tasks, two answers: what was learnt by heart came from the task's own adapter.
     assert answers == {
