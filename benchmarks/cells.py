@@ -23,6 +23,7 @@ from .results import FORMAT, DamagedResultError, file_name, read_cell, sealed, s
 from .suite import Cell
 
 WORK = ".work"
+_CACHE = "cache"  # in it
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def run_cell(cell: Cell, folder: Path, inputs: Mapping[str, Any], replaces: str 
         place = Path(tempfile.mkdtemp(prefix=f"{cell.name}.run-", dir=work))
         started = _now()
         try:
-            content = measure(cell, place)
+            content = measure(dataclasses.replace(cell, cache_dir=str((work / _CACHE).resolve())), place)
         except Exception as error:  # noqa: BLE001  # whatever it is, the other cells go on
             traceback.print_exc()
             name = "" if isinstance(error, TuneryError) else f"{type(error).__name__}: "
@@ -110,8 +111,8 @@ def write_result(
         **content,
     }
     result["meta_info"] = {**result["meta_info"], **_circumstances(), "started": started, "finished": _now()}
-    # As it will be read back: the hash is of what JSON makes of it.
-    result = sealed(json.loads(json.dumps(result)))
+    # As it will be read back: the hash is of what JSON makes of it, which has no word for what is not a finite number.
+    result = sealed(json.loads(json.dumps(result), parse_constant=lambda _: None))
     write_json(result_path(folder, cell), result)
     return result
 

@@ -111,7 +111,8 @@ def _create(path: Path, token: str) -> bool:
 def _is_live(path: Path, lease: float) -> bool:
     content = _read(path)
     try:
-        age = time.time() - path.stat().st_mtime
+        touched = path.stat().st_mtime
+        age = _now(path.parent) - touched
         if content.get("machine") != _machine():
             return age < lease
         if age < 1:  # its holder has yet to lock it
@@ -123,6 +124,13 @@ def _is_live(path: Path, lease: float) -> bool:
     except BlockingIOError:
         return True
     return False
+
+
+def _now(folder: Path) -> float:
+    """Return the time by the clock that stamps the folder's files; on a shared one it is another machine's."""
+    guard = folder / _GUARD
+    guard.touch()
+    return guard.stat().st_mtime
 
 
 def _touch(claim: Claim, done: threading.Event, every: float) -> None:

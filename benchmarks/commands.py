@@ -84,6 +84,10 @@ def bench(
         read_baseline(check)  # rather now than when every cell has run
     cells = [cell for cell in ran.cells(flags, place) if cell.method in names]
     cells = select(cells, only or (), shard)
+    searching = [cell.name for cell in cells if cell.protocol.learning_rates]
+    if "learning_rate" in flags and searching:
+        remedy = "change the grid of learning_rate_search in the suite, or choose others by --only"
+        raise RecipeError(f"--learning_rate for {searching[0]}, which searches for its own", remedy=remedy)
     folder = results / chosen.name
     queue = _queue(cells, folder)
     if as_list:

@@ -1,17 +1,19 @@
 """Who did better, and by how much more than the seeds' noise: methods of one suite, or two runs of one suite.
 
 A method is compared with another by the same seeds: on each task, and on average, where a seed's value is its mean over the
-tasks. p-values are corrected by Holm's method within each of the two families, all tasks x methods and all averages.
+tasks. p-values are corrected by Holm's method within each of the two families, all tasks x methods and all averages, and what
+the seeds could have shown is meant after that correction: at alpha / m, the level of the smallest of m p-values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 from ..registry.errors import did_you_mean
 from .results import ResultError, Results
-from .statistics import Comparison, Summary, compare, holm, summarize, variance_p
+from .statistics import ALPHA, Comparison, Summary, compare, detectable_difference, holm, summarize, variance_p
 
 AVERAGE = "average"
 Scores = Mapping[tuple[str, str], Mapping[int, float]]
@@ -24,7 +26,8 @@ class Versus:
     Attributes:
         task: the task, or ``average``.
         method: the method; positive differences favour it.
-        comparison: by seed, in the metric's own unit.
+        other: what it is compared with, in :func:`every_pair`.
+        comparison: by seed, in the metric's own unit; ``detectable`` at 0.05 over the number of tests in the family.
         p: of the paired t test, corrected by Holm's method; ``None`` of too few seeds.
         variance_p: of Brown and Forsythe's test, corrected likewise; ``None`` also on average.
     """
@@ -32,6 +35,7 @@ class Versus:
     task: str
     method: str
     comparison: Comparison
+    other: str = ""
     p: float | None = None
     variance_p: float | None = None
 
@@ -43,7 +47,7 @@ class Standings:
     Attributes:
         results: every cell.
         baseline: the method the others are compared with.
-        scale: by task, what a score is multiplied by to be shown: 100, in points; 1 of what is no score, such as a loss.
+        scale: by task, what a score is multiplied by to be shown: 100, in points; 1 of a loss, of which less is better.
         summaries: by task and method, of those that have a score.
         failed: by task and method, how many runs failed or were degenerate.
         averages: by method, mean and standard deviation over seeds averaged over tasks, as papers print them; of methods
@@ -89,9 +93,10 @@ def standings(results: Results, baseline: str | None = None) -> Standings:
         )
         for (task, method), found in scores.items()
     }
-    scale = {task: _scale(higher[task], task, scores) for task in results.tasks}
+    scale = {task: 100.0 if higher[task] else 1.0 for task in results.tasks}
     averages = {}
-    if set(scale.values()) == {100}:
+    average = in_points(results.tasks, higher)
+    if average:
         for method in methods:
             found = [summaries.get((task, method)) for task in results.tasks]
             whole = [summary for summary in found if summary is not None]
@@ -101,7 +106,7 @@ def standings(results: Results, baseline: str | None = None) -> Standings:
                 averages[method] = (sum(summary.mean for summary in whole) / len(whole), spread)
     others = [method for method in methods if method != chosen]
     theirs = {(task, method): scores.get((task, chosen), {}) for task in results.tasks for method in others}
-    versus = compare_scores(scores, theirs, results.tasks, others, higher, average=set(scale.values()) == {100})
+    versus = compare_scores(scores, theirs, results.tasks, others, higher, average=average)
     return Standings(
         results=results,
         baseline=chosen,
@@ -111,6 +116,25 @@ def standings(results: Results, baseline: str | None = None) -> Standings:
         averages=averages,
         versus={(one.task, one.method): one for one in versus},
     )
+
+
+def every_pair(table: Standings) -> list[Versus]:
+    """Compare every method with every other by seed: on average, or on each task where there is no average over tasks.
+
+    The k (k - 1) / 2 comparisons of k methods are one family of Holm's correction, each task's on its own. Of two methods
+    there is nothing that :func:`standings` does not compare.
+    """
+    results, scores, higher = table.results, scores_of(table.results), directions(table.results)
+    if len(results.methods) < 3:
+        return []
+    by_group = {task: {method: scores.get((task, method), {}) for method in results.methods} for task in results.tasks}
+    if len(results.tasks) > 1 and in_points(results.tasks, higher):
+        by_group = {AVERAGE: {method: seed_averages(scores, method, results.tasks) for method in results.methods}}
+    found = []
+    for group, runs in by_group.items():
+        pairs = ((b, _versus(group, a, runs[a], runs[b], higher.get(group, True))) for a, b in combinations(runs, 2))
+        found += _corrected([replace(one, other=other) for other, one in pairs if one])
+    return found
 
 
 def compare_runs(results: Results, other: Results) -> list[Versus]:
@@ -124,7 +148,7 @@ def compare_runs(results: Results, other: Results) -> list[Versus]:
     for task in tasks:
         check_metric(results, task, metric_of(other, task)[0], "there", str(other.folder))
     ours, theirs = scores_of(results), scores_of(other)
-    average = in_points(tasks, higher, ours, theirs)
+    average = in_points(tasks, higher)
     found = compare_scores(ours, theirs, tasks, results.methods, higher, average=average)
     if not found:
         raise ResultError(f"{results.folder} and {other.folder} share no task, method and seed that ran in both")
@@ -178,8 +202,18 @@ def _versus(
 
 
 def _corrected(family: Sequence[Versus]) -> list[Versus]:
+    """Correct the p-values of a family, and what its seeds could have shown: at the level Holm's first step asks for."""
     corrected = holm([one.comparison.p for one in family])
-    return [replace(one, p=p) for one, p in zip(family, corrected, strict=True)]
+    level = ALPHA / max(1, sum(p is not None for p in corrected))
+    return [
+        replace(one, p=p, comparison=_at_level(one.comparison, level)) for one, p in zip(family, corrected, strict=True)
+    ]
+
+
+def _at_level(found: Comparison, alpha: float) -> Comparison:
+    if found.detectable is None or found.sd is None:
+        return found
+    return replace(found, detectable=detectable_difference(found.sd, found.count, alpha=alpha))
 
 
 def scores_of(results: Results) -> dict[tuple[str, str], dict[int, float]]:
@@ -241,12 +275,6 @@ def check_metric(results: Results, task: str, other: str, where: str, owner: str
         raise ResultError(f"task {task!r} is scored by {name} here and by {other} {where}", owner=owner)
 
 
-def in_points(tasks: Iterable[str], higher: Mapping[str, bool], *found: Scores) -> bool:
-    """Whether every task is scored in points, so that there is a mean over tasks."""
-    return {_scale(higher[task], task, scores) for task in tasks for scores in found} == {100}
-
-
-def _scale(higher: bool, task: str, scores: Scores) -> float:
-    """Return 100 for what lies within -1..1 and is better when higher, as every score does; 1 for a loss."""
-    values = [value for (name, _), found in scores.items() if name == task for value in found.values()]
-    return 100 if higher and all(abs(value) <= 1 for value in values) else 1
+def in_points(tasks: Iterable[str], higher: Mapping[str, bool]) -> bool:
+    """Whether every task is scored in points, so that there is a mean over tasks: no metric is a loss."""
+    return all(higher[task] for task in tasks)

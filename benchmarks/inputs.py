@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import platform
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
@@ -14,8 +15,8 @@ from typing import Any
 from ..core.data import DataArguments
 from ..core.data.loading import BUILT_IN, FILE_TYPES
 from ..core.models import resolve
-from ..registry.catalog import Catalog
-from ..registry.selection import parse_selections
+from ..registry.catalog import Catalog, Entry
+from ..registry.selection import Selection, parse_selections
 from .suite import Cell
 
 _FILES = ("train_file", "validation_file", "test_file")
@@ -25,15 +26,15 @@ _MODEL_FILES = ("*.json", "*.safetensors", "*.bin", "*.txt", "*.model")
 def inputs_of(cell: Cell, catalog: Catalog) -> dict[str, Any]:
     """Return everything that decides a cell's result, and the ``fingerprint`` of it.
 
-    Files count by content, wherever they lie; plugins by distribution and version. A model or dataset on the hub counts by
-    name and revision.
+    Files count by content, wherever they lie, those that a plugin's options name too; plugins by distribution and version. A
+    model or dataset on the hub counts by name and revision. Where a run keeps its caches does not count.
 
     Raises:
         TuneryError: the cell cannot be run: data that are none, no such model package or plugin.
     """
     keys = cell.keys
     found: dict[str, Any] = {
-        "recipe": dict(cell.recipe),
+        "recipe": without_caches(cell.recipe, catalog),
         "protocol": list(cell.pieces),
         **({} if cell.command == "train" else {"command": cell.command}),
         "threads": cell.threads,
@@ -41,6 +42,8 @@ def inputs_of(cell: Cell, catalog: Catalog) -> dict[str, Any]:
         "model": _folder_digest(resolve(str(keys.get("model_name_or_path", ""))), _MODEL_FILES),
         "plugins": _plugins(keys, catalog),
     }
+    if files := dict(_files(keys, catalog)):
+        found["files"] = files
     text = json.dumps(found, sort_keys=True, separators=(",", ":"), default=str)
     return {**json.loads(text), "fingerprint": hashlib.sha256(text.encode()).hexdigest()}
 
@@ -62,13 +65,41 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def _plugins(keys: Mapping[str, Any], catalog: Catalog) -> dict[str, str]:
-    found = {}
+def without_caches(recipe: Mapping[str, Any], catalog: Catalog) -> dict[str, Any]:
+    """Return a recipe without the options that say where a strategy keeps its caches; without any, as it was written."""
+    found = dict(recipe)
+    for selection in parse_selections(recipe.get("strategy"), "strategy"):
+        config = catalog.find("strategy", selection.name).cls.Config
+        caches = {item.name for item in dataclasses.fields(config) if item.metadata.get("cache")}
+        if caches & selection.options.keys():
+            options = {key: value for key, value in selection.options.items() if key not in caches}
+            found["strategy"] = str(Selection(selection.name, options))
+    return found
+
+
+def _selected(keys: Mapping[str, Any], catalog: Catalog) -> Iterator[tuple[Entry, Selection]]:
     for kind, field in (("strategy", "strategy"), ("regularizer", "regularizers"), ("probe", "probes")):
         for selection in parse_selections(keys.get(field), kind):
-            origin = catalog.find(kind, selection.name).origin
-            found[f"{kind} {selection.name}"] = f"{origin.distribution} {origin.version}"
-    return found
+            yield catalog.find(kind, selection.name), selection
+
+
+def _plugins(keys: Mapping[str, Any], catalog: Catalog) -> dict[str, str]:
+    return {
+        f"{entry.kind} {entry.name}": f"{entry.origin.distribution} {entry.origin.version}"
+        for entry, _ in _selected(keys, catalog)
+    }
+
+
+def _files(keys: Mapping[str, Any], catalog: Catalog) -> Iterator[tuple[str, str]]:
+    """Yield the files and folders that options of plugins and ``deepspeed`` name, each with the hash of its content."""
+    named = {"deepspeed": keys.get("deepspeed")}
+    for entry, selection in _selected(without_caches(keys, catalog), catalog):
+        named |= {f"{entry.kind} {entry.name}:{key}": value for key, value in selection.options.items()}
+    for name, value in named.items():
+        if isinstance(value, str) and os.path.isfile(value):  # unlike pathlib's, it takes any text
+            yield name, _digest(Path(value))
+        elif isinstance(value, str) and os.path.isdir(value):
+            yield name, _folder_digest(value, ("**/*",))
 
 
 def _data(keys: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

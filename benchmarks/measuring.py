@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..core.inflection import lower_is_better
+from ..registry.errors import RecipeError
+from ..registry.loading import load_plugins
+from .inputs import without_caches
 from .suite import Cell
 
 _MAJORITY = "majority"
@@ -34,21 +38,34 @@ def _trained(cell: Cell, place: Path) -> dict[str, Any]:
         found = train(build_options(trial))
         searched[rate] = found["metrics"][_main(found)]
     if searched:
+        finite = {rate: score for rate, score in searched.items() if math.isfinite(score)}
+        if not finite:
+            raise RecipeError("learning_rate_search: the model diverged with every rate", remedy="add smaller ones")
         better = min if lower_is_better(found["main_metrics"][0]) else max
-        keys["learning_rate"] = better(searched, key=lambda rate: searched[rate])
+        keys["learning_rate"] = better(finite, key=lambda rate: finite[rate])
     options = build_options({**keys, "output_dir": str(place / "run")})
     result = train(options)
     history = json.loads((place / "run" / "trainer_state.json").read_text(encoding="utf-8"))
     on_test = cell.protocol.scored_on == "test"
-    key = f"eval_{_main(result)}"
     content = _content(cell, result, options.training, history["global_step"])
     content["run_info"]["learning_rate_search"] = {f"{rate:g}": score for rate, score in searched.items()}
     content["run_info"]["validation_metrics"] = _of_split(result, on_test=False)
+    majority = _of_split({**result, **result["baselines"][_MAJORITY]}, on_test=on_test)
+    curves = {name: _curve(history["log_history"], f"eval_{name}") for name in result["main_metrics"]}
+    if len(curves) > 1:  # of several tasks, each one's main metric, and their mean
+        content["run_info"]["tasks"] = {
+            task: {"main_metric": name.removeprefix(f"{task}_"), "majority": majority.get(name), "curve": curves[name]}
+            for task, name in zip(result["task"].split("+"), result["main_metrics"], strict=False)
+        }
     return content | {
         "metrics": _of_split(result, on_test=on_test),
-        "majority": _of_split({**result, **result["baselines"][_MAJORITY]}, on_test=on_test).get(_main(result)),
-        "curve": [[row["step"], row[key]] for row in history["log_history"] if key in row],
+        "majority": majority.get(_main(result)),
+        "curve": curves[_main(result)],
     }
+
+
+def _curve(history: Iterable[Mapping[str, Any]], key: str) -> list[list[float]]:
+    return [[row["step"], row[key]] for row in history if key in row]
 
 
 def _federated(cell: Cell, place: Path) -> dict[str, Any]:
@@ -76,6 +93,7 @@ def _federated(cell: Cell, place: Path) -> dict[str, Any]:
 def _content(cell: Cell, result: Mapping[str, Any], args: Any, steps: int) -> dict[str, Any]:
     """Return what both kinds of runs have in common; ``steps`` are those of the curve."""
     info = ("seconds", "peak_memory_bytes", "train_loss", "parameters", "examples")
+    recipe = without_caches(cell.recipe, load_plugins().catalog)
     return {
         "status": "done",
         "error": None,
@@ -84,10 +102,10 @@ def _content(cell: Cell, result: Mapping[str, Any], args: Any, steps: int) -> di
         "train_info": {**{key: result[key] for key in info}, "steps": steps},
         "run_info": {
             "command": cell.command,
-            "strategy": args.strategy,
+            "strategy": recipe.get("strategy"),
             "regularizers": args.regularizers or [],
             "learning_rate": args.learning_rate,
-            "recipe": dict(cell.recipe),
+            "recipe": recipe,
         },
         "meta_info": {"plugins": result["plugins"]},
     }

@@ -1,8 +1,9 @@
 """Protocols: named pieces of how a benchmark splits its data, when it stops training and which split it scores.
 
 A suite, a task or a method lists them as ``name`` or ``name(value, ...)``: ``[dev_as_test, early_stopping(20)]``. The keys a
-piece stands for are those of a recipe, and a recipe's own keys win. The seed of a cell applies before adapters and heads are
-drawn, since the Trainer seeds itself before it builds them; all cells split their data by ``split_seed`` 0.
+piece stands for are those of a recipe, and a recipe's own keys win; but where ``learning_rate_search`` is asked for, what it
+chooses is the ``learning_rate``, whatever the recipe has. The seed of a cell applies before adapters and heads are drawn, since
+the Trainer seeds itself before it builds them; all cells split their data by ``split_seed`` 0.
 """
 
 from __future__ import annotations
@@ -91,6 +92,9 @@ def early_stopping(patience: int, metric: str = "loss") -> Protocol:
 
 def learning_rate_search(*grid: float) -> Protocol:
     """Run every learning rate of a grid, choose by the main metric of the validation split, then run with the chosen one.
+
+    Rates whose score is not finite, because the model diverged, are not chosen. Cells that run in rounds (``command: federate``)
+    have no such search.
 
     Args:
         grid: the learning rates.

@@ -110,7 +110,7 @@ def compare_to_baseline(results: Results, baseline: Path, margin: float = MARGIN
     Args:
         results: what ran now.
         baseline: the file.
-        margin: how much worse a mean may be before it matters, in the metric's own unit.
+        margin: how much worse a mean may be before it matters: of scores in 0..1 (BLEU / 100), or of a loss.
 
     Raises:
         ResultError: the file cannot be read, is of another metric, or shares no cell with the results.
@@ -136,7 +136,7 @@ def compare_to_baseline(results: Results, baseline: Path, margin: float = MARGIN
         raise ResultError(f"{results.folder} and {baseline} share no task, method and seed")
     by_method = []
     tasks = list(dict.fromkeys(change.task for change in by_task))
-    if len(tasks) > 1 and in_points(tasks, higher, now, before):
+    if len(tasks) > 1 and in_points(tasks, higher):
         for method in dict.fromkeys(change.method for change in by_task):
             pair = seed_averages(now, method, tasks), seed_averages(before, method, tasks)
             if pair[0].keys() & pair[1].keys():

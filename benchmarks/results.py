@@ -2,7 +2,7 @@
 
 A suite's folder holds ``<task>--<method>--seed<k>.json`` files and ``suite.json``. A file's ``sha256`` is that of the
 canonical JSON (sorted keys, no spaces) of all its other keys, so that a bit that flips on a disk is noticed before it
-enters an average.
+enters an average. ``null`` is a number that is not finite, as a model that diverged has them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from ..registry.errors import TuneryError
+from .joint import by_task, curve_of
 
 FORMAT = 1
 SUITE = "suite.json"
 QUARANTINE = "damaged"
 STATUSES = ("done", "failed")
+OUT_OF_100 = ("bleu", "chrf")  # of core.data.metrics, which is slow to import
 _KINDS: dict[str, type | tuple[type, ...]] = {
     "suite": str,
     "task": str,
@@ -58,15 +60,16 @@ class CellResult:
         status: ``done`` or ``failed``.
         error: of a failed cell, what went wrong.
         inputs: what the result depends on, with their ``fingerprint``.
-        metrics: by name; scores lie in 0..1.
+        metrics: by name, as they were measured.
         main_metric: the one that is compared; empty of a cell that failed, unless done ones of its task say which it is.
         higher_is_better: whether a larger value of it is better.
         majority: its value for the majority class; a score that is not better is of a degenerate run.
-        curve: (optimizer step, value of the main metric) of every evaluation.
+        curve: (optimizer step, or federated round; value of the main metric) of every evaluation.
         train_info: seconds, peak memory in bytes, steps, training loss, parameter counts.
         run_info: strategy, regularizers, learning rate, recipe.
         meta_info: versions, provenance of every plugin, start and end.
         seal: the hash the file carries.
+        joint: of a part of a run of several tasks, the suite's task that stands for all of them; see :mod:`.joint`.
     """
 
     suite: str
@@ -85,12 +88,14 @@ class CellResult:
     run_info: Mapping[str, Any]
     meta_info: Mapping[str, Any]
     seal: str = ""
+    joint: str = ""
 
     @property
     def score(self) -> float | None:
-        """Value of the main metric; ``None`` of a cell that failed or measured no finite one."""
+        """Value of the main metric, BLEU's and chrF's in 0..1 too; ``None`` of a cell that failed or has no finite one."""
         value = self.metrics.get(self.main_metric) if self.status == "done" else None
-        return float(value) if value is not None and math.isfinite(value) else None
+        of = 100 if self.main_metric in OUT_OF_100 else 1
+        return float(value) / of if value is not None and math.isfinite(value) else None
 
     @property
     def degenerate(self) -> bool:
@@ -109,6 +114,11 @@ class CellResult:
         """Task, method and seed: what two suites are paired by."""
         return self.task, self.method, self.seed
 
+    @property
+    def run(self) -> tuple[str, str, int]:
+        """Task, method and seed of the cell that ran: where it had several tasks, all their parts have the same one."""
+        return self.joint or self.task, self.method, self.seed
+
 
 @dataclass(frozen=True)
 class Results:
@@ -117,7 +127,7 @@ class Results:
     Attributes:
         folder: where they were read from.
         suite: what ``suite.json`` says; empty without one.
-        cells: in the suite's order of tasks and methods, then by seed.
+        cells: in the suite's order of tasks and methods, then by seed; a run of several tasks is one cell a task.
         damaged: why each file that was moved aside is not among them, by its new path.
     """
 
@@ -199,10 +209,12 @@ def read_cell(path: Path) -> CellResult:
     if path.name != name:
         raise DamagedResultError(f"{path.name} holds what belongs in {name}")
     try:
-        curve = tuple((int(step), float(value)) for step, value in content["curve"])
+        curve = curve_of(content["curve"])
     except (TypeError, ValueError):
         raise DamagedResultError(f"{path.name} has a curve that is no list of (step, value)") from None
-    return CellResult(**{**{key: content[key] for key in _KINDS}, "curve": curve, "seal": content["sha256"]})
+    metrics = {name: math.nan if value is None else value for name, value in content["metrics"].items()}
+    kept = {key: content[key] for key in _KINDS}
+    return CellResult(**{**kept, "metrics": metrics, "curve": curve, "seal": content["sha256"]})
 
 
 def read_results(folder: Path) -> Results:
@@ -225,7 +237,7 @@ def read_results(folder: Path) -> Results:
         remedy = "name one of the suites in it" if inner else "tunery bench SUITE writes them"
         raise ResultError(f"{folder} holds no results", known=inner, remedy=remedy)
     task, method = _position(suite, "tasks"), _position(suite, "methods")
-    cells.sort(key=lambda cell: (task(cell.task), method(cell.method), cell.seed))
+    cells = sorted(by_task(cells), key=lambda cell: (task(cell.task), method(cell.method), cell.seed))
     return Results(folder, suite, tuple(_with_metrics(cells)), damaged)
 
 

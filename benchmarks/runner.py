@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -119,8 +119,8 @@ def _start(job: Job, folder: Path) -> _Running:
         text=True,
     )
     assert process.stdin is not None
-    process.stdin.write(json.dumps(spec))
-    process.stdin.close()
+    with suppress(BrokenPipeError), process.stdin as stream:  # one that died before it read is recorded like any other
+        stream.write(json.dumps(spec))
     return _Running(job, process, log)
 
 

@@ -67,8 +67,8 @@ class Comparison:
         interval: of the mean difference, Student's t; ``None`` of fewer than three pairs.
         p: two-sided, of the paired t test; of Wilcoxon's where all differences are equal. ``None`` of fewer than three.
         wilcoxon: two-sided p of Wilcoxon's signed-rank test.
-        detectable: smallest true difference that this many seeds show with probability 0.8 at alpha = 0.05; ``None`` where
-            the differences say nothing about noise: fewer than three, or all equal.
+        detectable: smallest true difference that this many seeds show with probability 0.8 at alpha = 0.05, of one test
+            alone; ``None`` where the differences say nothing about noise: fewer than three, or all equal.
     """
 
     count: int
@@ -213,7 +213,7 @@ def detectable_difference(sd: float, count: int, power: float = POWER, alpha: fl
         sd: standard deviation of the paired differences.
         count: pairs, at least two.
         power: probability of p < alpha.
-        alpha: level of the test, without correction for further tests.
+        alpha: level of the test; of one among m, 0.05 / m is what Holm's method asks of the smallest p-value.
     """
     freedom = count - 1
     critical = float(stats.t.ppf(1 - alpha / 2, freedom))

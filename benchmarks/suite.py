@@ -7,6 +7,7 @@ the ``overrides`` whose globs match, and the flags of the command line.
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,12 +24,13 @@ from ..core.artifacts import write_json
 from ..registry.catalog import Catalog
 from ..registry.errors import RecipeError, did_you_mean
 from ..registry.selection import configure, parse_selection, read_yaml
+from .joint import task_names
 from .protocols import Protocol, read_protocol
 from .results import SUITE, file_name
 
 SHIPPED = Path(__file__).parent / "suites"
 _NAME = re.compile(r"[A-Za-z0-9_.+]+(?:-[A-Za-z0-9_.+]+)*")
-_PLACE = "{data_dir}"
+_DATA, _CACHE = "{data_dir}", "{cache_dir}"
 Keys = dict[str, Any]
 
 
@@ -59,7 +61,8 @@ class Suite(BaseModel):
         description: what it is for, and which paper's table it follows.
         defaults: recipe keys of every cell.
         tasks: by name, the recipe keys of each; a text may hold ``{data_dir}``.
-        methods: by name, the recipe keys of each: strategy, regularizers, learning_rate, ...
+        methods: by name, the recipe keys of each: strategy, regularizers, learning_rate, ...; a text may hold ``{cache_dir}``, a
+            folder that all cells of the results share.
         seeds: of the cells; a number n means 0 ... n-1.
         protocol: pieces of :mod:`.protocols`; a task's or method's key ``protocol`` replaces them.
         overrides: keys for some cells.
@@ -84,7 +87,11 @@ class Suite(BaseModel):
     reference: dict[str, Any] = {}
 
     def cells(self, flags: Mapping[str, Any], data_dir: str | None = None) -> list[Cell]:
-        """Return every cell, task by task, then seed by seed, so that methods can be compared early."""
+        """Return every cell, task by task, then seed by seed, so that methods can be compared early.
+
+        Raises:
+            RecipeError: a protocol that is none, or is not one of the suite's command.
+        """
         return [
             self._cell(task, method, seed, flags, data_dir)
             for task in self.tasks
@@ -100,7 +107,11 @@ class Suite(BaseModel):
                 given |= override.keys
         pieces = given.pop("protocol", self.protocol)
         pieces = [pieces] if isinstance(pieces, str) else list(pieces)
-        recipe = {"split_seed": 0, **read_protocol(pieces).keys, **given, **flags, "seed": seed}
+        protocol = read_protocol(pieces)
+        if protocol.learning_rates and self.command == "federate":
+            remedy = "a method for each learning_rate compares them"
+            raise RecipeError("learning_rate_search is of command: train", owner=f"suite {self.name}", remedy=remedy)
+        recipe = {"split_seed": 0, **protocol.keys, **given, **flags, "seed": seed}
         return Cell(self.name, task, method, seed, recipe, tuple(pieces), self.threads, self.command, data_dir)
 
 
@@ -110,11 +121,12 @@ class Cell:
 
     Attributes:
         suite, task, method, seed: which one.
-        recipe: the keys of its run, ``{data_dir}`` as written.
+        recipe: the keys of its run, ``{data_dir}`` and ``{cache_dir}`` as written.
         pieces: its protocol.
         threads: of torch.
         command: ``train`` or ``federate``.
         data_dir: what ``{data_dir}`` stands for.
+        cache_dir: what ``{cache_dir}`` stands for: itself, until the cell runs.
     """
 
     suite: str
@@ -126,6 +138,7 @@ class Cell:
     threads: int = 1
     command: str = "train"
     data_dir: str | None = None
+    cache_dir: str = _CACHE
 
     @property
     def name(self) -> str:
@@ -139,24 +152,23 @@ class Cell:
 
     @property
     def keys(self) -> Keys:
-        """The keys of its run, with the data folder in its place.
+        """The keys of its run, with the folders in their places.
 
         Raises:
             RecipeError: no folder was given for ``{data_dir}``.
         """
-        return {key: _placed(value, self.data_dir) for key, value in self.recipe.items()}
+        return {key: self._placed(value) for key, value in self.recipe.items()}
 
-
-def _placed(value: Any, data_dir: str | None) -> Any:
-    if isinstance(value, str) and _PLACE in value:
-        if data_dir is None:
-            raise RecipeError(f"the suite's data are in {value}", remedy="say where that is: --data_dir FOLDER")
-        return value.replace(_PLACE, data_dir)
-    if isinstance(value, list):
-        return [_placed(item, data_dir) for item in value]
-    if isinstance(value, Mapping):
-        return {key: _placed(item, data_dir) for key, item in value.items()}
-    return value
+    def _placed(self, value: Any) -> Any:
+        if isinstance(value, str):
+            if _DATA in value and self.data_dir is None:
+                raise RecipeError(f"the suite's data are in {value}", remedy="say where that is: --data_dir FOLDER")
+            return value.replace(_DATA, self.data_dir or "").replace(_CACHE, self.cache_dir)
+        if isinstance(value, list):
+            return [self._placed(item) for item in value]
+        if isinstance(value, Mapping):
+            return {key: self._placed(item) for key, item in value.items()}
+        return value
 
 
 def shipped_suites() -> list[str]:
@@ -172,6 +184,7 @@ def read_suite(name: str) -> Suite:
     """
     from ..core.federated.arguments import FederatedArguments
     from ..core.options import check_keys
+    from .comparison import AVERAGE
 
     path = SHIPPED / f"{name}.yaml"
     if not path.is_file():
@@ -179,6 +192,8 @@ def read_suite(name: str) -> Suite:
         if not path.is_file():
             known = shipped_suites()
             remedy = did_you_mean(name, known) or "or give a YAML file"
+            if name.startswith("overtraining"):
+                remedy = "the overtraining paper's figures are recipes of tunery sensitivity, such as olmo_1b"
             raise RecipeError(f"no suite {name!r}", known=known, remedy=remedy)
     try:
         suite = Suite.model_validate(read_yaml(path.read_text(encoding="utf-8")))
@@ -195,6 +210,9 @@ def read_suite(name: str) -> Suite:
             if not _NAME.fullmatch(given):
                 remedy = "letters, digits, _ . + and single hyphens make a name"
                 raise RecipeError(f"{kind} {given!r} is no name", owner=str(path), remedy=remedy)
+    for given in (*suite.tasks, *itertools.chain(*map(task_names, suite.tasks.values()))):
+        if given == AVERAGE:
+            raise RecipeError(f"task {given!r} is what the report calls the mean over tasks", owner=str(path))
     parts = [suite.defaults, *suite.tasks.values(), *suite.methods.values(), *(item.keys for item in suite.overrides)]
     owner, more = f"suite {path.name}", (FederatedArguments,) if suite.command == "federate" else ()
     for pieces in (part["protocol"] for part in parts if "protocol" in part):

@@ -33,12 +33,14 @@ class PluginArguments:
         regularizers: what the loss adds: a list of names or of mappings, applied in this order.
         probes: what is measured about the weights: a list of names or of mappings.
         probe_moments: when probes measure: ``begin``, ``evaluate`` (after every evaluation), ``end``.
+        dropout: what every dropout of the model is set to, in [0, 1), before the strategy adds its own; see
+            :mod:`.dropout`. 0 is what methods that replace dropout, as MixOut does, are published with.
 
     ``deepspeed`` may also be ``"zero1"``, ``"zero2"`` or ``"zero3"``, the bundled presets.
 
     Raises:
         SelectionError: a selection that cannot be read.
-        RecipeError: an unknown probe moment or DeepSpeed preset.
+        RecipeError: an unknown probe moment or DeepSpeed preset, or a ``dropout`` out of range.
     """
 
     strategy: str | None = field(default=None, metadata={"help": "What trains, for example lora:r=8."})
@@ -51,6 +53,12 @@ class PluginArguments:
     probe_moments: list[str] = field(
         default_factory=lambda: list(PROBE_MOMENTS), metadata={"help": "When probes measure: begin, evaluate, end."}
     )
+    dropout: float | None = field(
+        default=None,
+        metadata={
+            "help": "Set every dropout of the model to this probability, 0 for none. Default: as the model has it."
+        },
+    )
 
     def __post_init__(self) -> None:
         strategies = parse_selections(self.strategy, "strategy")
@@ -61,6 +69,8 @@ class PluginArguments:
         for moment in self.probe_moments:
             if moment not in PROBE_MOMENTS:
                 raise RecipeError(f"no probe moment {moment!r}", known=PROBE_MOMENTS)
+        if self.dropout is not None and not 0 <= self.dropout < 1:
+            raise RecipeError(f"dropout={self.dropout:g} is no probability below 1")
         arguments: Any = self  # the transformers.TrainingArguments this class is mixed into
         # Said aloud, so that several processes without a GPU count themselves right from the start.
         arguments.use_cpu = arguments.use_cpu or not torch.accelerator.is_available()

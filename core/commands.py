@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..registry.errors import TuneryError
+from ..registry.errors import RecipeError, TuneryError
 from ..registry.hookspecs import hookimpl
 from ..registry.loading import load_plugins
 
@@ -153,8 +153,12 @@ def tasks_keep(
     calm()
     from .finished import keep_tasks
 
-    pairs = [item.partition("=") for item in task]
-    print(keep_tasks(run, output_dir, {old: new or old for old, _, new in pairs}))
+    names: dict[str, str] = {}
+    for old, _, new in (item.partition("=") for item in task):
+        if old in names:
+            raise RecipeError(f"--task {old!r} twice", remedy="a task is kept once, under one name")
+        names[old] = new or old
+    print(keep_tasks(run, output_dir, names))
 
 
 def probe(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from peft import PeftModel
@@ -61,6 +61,23 @@ def make_context(model: nn.Module, args: Any, tasks: Sequence[Task], revision: s
         revision=revision,
         find_anatomy=anatomy_finder(),
     )
+
+
+def optimizer_name(args: Any, given: Mapping[str, Any]) -> str:
+    """Return what a run's optimizer is called, in lower case.
+
+    Args:
+        args: the training arguments.
+        given: what else the Trainer was given, by keyword.
+    """
+    made, _ = given.get("optimizers") or (None, None)
+    if made is not None:
+        return type(made).__name__.lower()
+    if given.get("optimizer_cls_and_kwargs"):
+        return str(given["optimizer_cls_and_kwargs"][0].__name__).lower()
+    plugin = getattr(args, "deepspeed_plugin", None)
+    configured = plugin.hf_ds_config.config.get("optimizer", {}) if plugin is not None else {}
+    return str(configured.get("type") or getattr(args.optim, "value", args.optim)).lower()
 
 
 def _zero_stage(args: Any) -> int:

@@ -30,7 +30,7 @@ from .artifacts import (
 )
 from .artifacts import fingerprint as fingerprint_of
 from .context import make_context
-from .models import align_tokens, label_config, load_class, model_class
+from .models import align_tokens, label_config, load_class, model_class, reason
 from .probing import Snapshot
 from .recipe import Recipe, choose
 from .weights import load_weights, name_revision
@@ -79,7 +79,7 @@ def load_run(folder: str | Path, *, with_reference: bool = False) -> LoadedRun:
     whole = (folder / "config.json").is_file() and not adapted
     model = _empty_model(folder, base["class"]) if whole and not with_reference else _base_model(folder, manifest)
     if (folder / _TOKENIZER).is_file():
-        align_tokens(model, AutoTokenizer.from_pretrained(folder))
+        align_tokens(model, _read(AutoTokenizer, folder, _TOKENIZER))
     run = make_context(model, _Bare(seed=manifest["seed"]), tasks, base.get("revision"))
     if recipe.strategy is not None:
         model = recipe.strategy.prepare(model, run)
@@ -100,12 +100,15 @@ class _Bare:
 
 def _empty_model(folder: Path, class_name: str) -> Any:
     """Build the model of a fully written run from its own config; its weights are loaded afterwards, all of them."""
+    return model_class(class_name)._from_config(_read(AutoConfig, folder, "config.json"))
+
+
+def _read(auto: Any, folder: Path, file: str) -> Any:
+    """Return what one of transformers' classes makes of a folder's files, of which ``file`` is the one to name."""
     try:
-        config = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ArtifactError(f"cannot read {folder / 'config.json'}: {first}") from None
-    return model_class(class_name)._from_config(config)
+        return auto.from_pretrained(folder)
+    except Exception as error:  # noqa: BLE001  # damaged files raise whatever their readers raise
+        raise ArtifactError(f"cannot read {folder / file}: {reason(error)}") from None
 
 
 def _with_adapter(model: Any, folder: Path) -> nn.Module:
@@ -115,8 +118,7 @@ def _with_adapter(model: Any, folder: Path) -> nn.Module:
         config.inference_mode, config.base_model_name_or_path = False, None
         adapted: nn.Module = get_peft_model(model, config)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ArtifactError(f"cannot use {folder / _ADAPTER}: {first}") from None
+        raise ArtifactError(f"cannot use {folder / _ADAPTER}: {reason(error)}") from None
     return adapted
 
 
@@ -212,4 +214,4 @@ def _copy_processor(folder: Path, target: Path) -> None:
     """Write the tokenizer or image processor that a run saved beside its weights."""
     for file, auto in ((_TOKENIZER, AutoTokenizer), ("preprocessor_config.json", AutoImageProcessor)):
         if (folder / file).is_file():
-            auto.from_pretrained(folder).save_pretrained(target)
+            _read(auto, folder, file).save_pretrained(target)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from huggingface_hub import try_to_load_from_cache
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 from transformers.trainer_utils import align_special_tokens
+from transformers.utils.hub import cached_file
 
 from ..registry.context import Task, TaskKind
 from ..registry.errors import RecipeError, did_you_mean
@@ -101,6 +102,15 @@ def commit_of(reference: str, revision: str | None = None) -> str | None:
     return Path(found).parent.name if isinstance(found, str) else revision
 
 
+def latest_commit(reference: str, revision: str | None = None) -> str | None:
+    """Return the commit that a hub model's branch stands for now, asking the hub where it can be reached, else the cache."""
+    if Path(resolve(reference)).exists():
+        return None
+    with suppress(Exception):  # what is wrong with the model, loading says
+        cached_file(reference, "config.json", revision=revision or "main")
+    return commit_of(reference, revision)
+
+
 def label_config(task: Task) -> dict[str, Any]:
     """Return the config fields that give a classifier its labels."""
     if task.kind is TaskKind.REGRESSION:
@@ -175,7 +185,12 @@ def _from_pretrained(cls: Any, reference: str, **kwargs: Any) -> Any:
     path = resolve(reference)
     try:
         return cls.from_pretrained(path, **kwargs)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    except Exception as error:  # noqa: BLE001  # damaged files raise whatever their readers raise
         remedy = "name a hub model, a local folder or package:NAME/path"
-        raise RecipeError(f"cannot load model {reference!r}: {first}", remedy=remedy) from None
+        raise RecipeError(f"cannot load model {reference!r}: {reason(error)}", remedy=remedy) from None
+
+
+def reason(error: Exception) -> str:
+    """Return why files could not be read, in one line: the first, and where that only announces it, the next."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..registry.errors import RecipeError
 from .artifacts import MANIFEST, sha256
-from .models import resolve
+from .models import latest_commit, resolve
 
 _SIZES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 _COUNT = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?)([kmbgt]?)", re.IGNORECASE)
@@ -60,10 +60,17 @@ class Point:
         return folder is not None and ((folder / MANIFEST).is_file() or not (folder / "config.json").is_file())
 
     def weights(self) -> dict[str, str]:
-        """Return the hash of every weight file of a local folder; empty for the hub, where the revision tells."""
+        """Return what tells its weights from others.
+
+        Of a local folder the hash of every weight file, and of a run what its base model's weights are known by, which may be
+        all but an adapter; of a hub model the commit that its branch stands for now.
+        """
         folder = self.folder
-        files = [path for pattern in _WEIGHTS for path in folder.glob(pattern)] if folder else []
-        return {path.name: sha256(path) for path in sorted(files)}
+        if folder is None:
+            commit = latest_commit(self.reference, self.revision)
+            return {"commit": commit} if commit else {}
+        files = [path for pattern in _WEIGHTS for path in folder.glob(pattern)]
+        return {path.name: sha256(path) for path in sorted(files)} | _base_of(folder)
 
 
 def find_points(
@@ -145,6 +152,15 @@ def _placed(point: Point) -> Point:
     except (OSError, ValueError, AttributeError):
         return found
     return replace(found, tokens=float(seen)) if found.tokens is None and seen else found
+
+
+def _base_of(folder: Path) -> dict[str, str]:
+    """Return the fingerprint of a run's base model; loading refuses a run on any other."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        return {"base model": str(manifest["base_model"]["fingerprint"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}  # a plain model; what is wrong with a manifest, loading says
 
 
 def _natural(path: str) -> list[tuple[int, int | str]]:

@@ -14,14 +14,14 @@ from typing import Any
 from transformers import AutoConfig, PrinterCallback, set_seed
 
 from ..registry.context import Subject, Task
-from ..registry.errors import CompatibilityError, DataError, RecipeError, TuneryError
+from ..registry.errors import CompatibilityError, DataError, RecipeError
 from .alignment import whole_of
 from .arguments import TrainingArguments
 from .artifacts import versions, write_json
 from .data import TaskData, encode
 from .data.metrics import add_perplexity, compute_metrics
 from .finished import load_run
-from .models import check_dtype, load_class, load_model, load_processor, resolve
+from .models import check_dtype, load_class, load_model, load_processor, reason, resolve
 from .point_data import Evaluated, Source
 from .points import Point
 from .probing import measure
@@ -62,6 +62,7 @@ class Settings:
         seed: of the draws, the same for every point; and of the rows that are held out or sampled.
         batch_size: rows of an evaluation batch.
         dtype: precision plain models are loaded in.
+        bf16, fp16: whether models are evaluated in mixed precision.
     """
 
     probe: str | Mapping[str, Any] = ""
@@ -70,6 +71,8 @@ class Settings:
     seed: int = 42
     batch_size: int = 8
     dtype: str = "float32"
+    bf16: bool = False
+    fp16: bool = False
 
 
 def measure_points(
@@ -96,7 +99,7 @@ def measure_points(
         seen(point, number)
         try:
             yield _measured(point, chosen, source, settings)
-        except (TuneryError, OSError, ValueError, RuntimeError, MemoryError) as error:
+        except Exception as error:  # whatever it is, the other models go on
             if len(points) == 1:
                 raise
             yield Measured(point=point, error=" ".join(str(error).split()) or type(error).__name__)
@@ -240,6 +243,8 @@ def _trainer(
                 probes=[settings.probe] if settings.probe else None,  # type: ignore[list-item]
                 seed=settings.seed,
                 per_device_eval_batch_size=settings.batch_size,
+                bf16=settings.bf16,
+                fp16=settings.fp16,
                 report_to="none",
                 disable_tqdm=True,
             ),
@@ -270,10 +275,9 @@ def _plain_model(point: Point, task: Task | None, settings: Settings) -> Any:
         return load_model(point.reference, task, point.revision, settings.dtype)
     try:
         config = AutoConfig.from_pretrained(resolve(point.reference), revision=point.revision or "main")
-    except (OSError, ValueError, KeyError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    except Exception as error:  # noqa: BLE001  # a damaged config raises whatever its class raises
         there = "" if Path(point.reference).exists() else f"no folder {point.reference}, and "
-        raise RecipeError(f"{there}cannot load model {point.reference!r}: {first}") from None
+        raise RecipeError(f"{there}cannot load model {point.reference!r}: {reason(error)}") from None
     if not config.architectures:
         raise RecipeError(f"{point.label} does not say its model class", remedy="name data, which tell the task")
     revision = point.revision or "main"

@@ -113,9 +113,11 @@ class Recipe:
                 raise CompatibilityError(
                     f"{asked} does not go with activation_checkpointing", owner=owner, remedy="leave one of them out"
                 )
-            for other in sorted(names & supports.excludes):
+            for other in sorted(names & supports.excludes.keys()):
                 raise CompatibilityError(
-                    f"{asked} does not go with {other!r}", owner=owner, remedy="leave one of them out"
+                    f"{asked} does not go with {other!r}: {supports.excludes[other]}",
+                    owner=owner,
+                    remedy="leave one of them out",
                 )
             if supports.needs_anatomy:
                 run.anatomy(model)
@@ -147,16 +149,24 @@ class Recipe:
     def _replacing(self) -> list[str]:
         return [regularizer.name for regularizer in self.regularizers if not _keeps_task_loss(regularizer)]
 
-    def check_loss(self, args: Any) -> None:
-        """Refuse training arguments that change the task loss where a regularizer replaces it.
+    def check_arguments(self, args: Any) -> None:
+        """Refuse training arguments that a regularizer would make nothing of, or that would make nothing of it.
 
         Raises:
-            CompatibilityError: label smoothing, which would be lost.
+            CompatibilityError: label smoothing where the task loss is replaced; micro-batches of a single row, all ranks'
+                together, for a regularizer that looks at relations between their rows.
         """
         if getattr(args, "label_smoothing_factor", 0) and self._replacing:
             raise CompatibilityError(
                 f"regularizer {self._replacing[0]!r} replaces the task loss, label_smoothing_factor included",
                 remedy="leave one of them out",
+            )
+        ranks = 1 if args.accelerator_config.split_batches else args.world_size
+        together = [regularizer.name for regularizer in self.regularizers if regularizer.batch_wise]
+        if together and args.train_batch_size * ranks < 2:
+            raise CompatibilityError(
+                f"regularizer {together[0]!r} would do nothing: it compares the rows of a micro-batch, and there is only one",
+                remedy="raise per_device_train_batch_size",
             )
 
 

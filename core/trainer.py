@@ -26,7 +26,8 @@ from .alignment import align
 from .arguments import PLUGIN_FIELDS, TrainingArguments
 from .artifacts import describe_base, manifest, read_manifest
 from .checkpointing import check_belongs
-from .context import infer_task, make_context
+from .context import infer_task, make_context, optimizer_name
+from .dropout import asked_dropout
 from .joint import check_joint, clip_each
 from .models import align_tokens
 from .moments import Moments, ProbedTrainer
@@ -106,11 +107,13 @@ class PluginTrainerMixin(ProbedTrainer):
         given = self._given_task or infer_task(model)
         context = make_context(model, args, [given] if isinstance(given, Task) else given, self._base_revision)
         names = tuple(regularizer.name for regularizer in self.recipe.regularizers)
-        self.run = dataclasses.replace(context, regularizers=names, stage=self._stage)
+        optimizer = optimizer_name(args, self._given)
+        self.run = dataclasses.replace(context, regularizers=names, stage=self._stage, optimizer=optimizer)
         self.recipe.check(model, self.run)
         check_joint(self.run, args)
-        self.recipe.check_loss(args)
+        self.recipe.check_arguments(args)
         self._base = describe_base(model, self.run, self._base_reference)
+        self._base |= asked_dropout(model, args)
         self.recipe.check_base(self._base)
         strategy = self.recipe.strategy
         if strategy is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,6 +73,8 @@ class FeatureCache:
             return type(self._encoder).forward(self._encoder, *args, **kwargs)
         if self._store is None:
             self._store = _Store.of(_digest_of(self._encoder, self.run), self._folder, self.run)
+            if self._folder is not None:  # what is scored after training is filed when the run, or its process, is gone
+                weakref.finalize(self, self._store.write, self._folder)
         inputs = _Inputs(args, kwargs, self._pad_token_id)
         keys = inputs.keys()
         self._encode(inputs, keys)

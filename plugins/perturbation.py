@@ -132,7 +132,8 @@ def seed_of(key: str) -> int:
 def gaussian_stds(subject: Subject, sigma: Sigma, probe: str) -> dict[str, float]:
     """Return the standard deviation of the noise at gamma = 1 of every parameter that gets some.
 
-    Pre-trained parameters get noise; fresh heads and what adapters add do not. A tied weight has one name.
+    Pre-trained parameters get noise; fresh heads and what adapters add do not. A tied weight has one name. Where weights
+    are too coarse for small noise, a warning says so.
 
     Args:
         subject: what is measured.
@@ -144,6 +145,8 @@ def gaussian_stds(subject: Subject, sigma: Sigma, probe: str) -> dict[str, float
     Raises:
         CompatibilityError: the model does not say how it was initialised, or nothing would get noise.
     """
+    import torch
+
     drawn = initial_distributions(subject.model)
     wanted = [name for name, _ in subject.model.named_parameters() if subject.run.is_pretrained(name)]
     unknown = [name for name in wanted if plain_name(name) not in drawn]
@@ -160,6 +163,11 @@ def gaussian_stds(subject: Subject, sigma: Sigma, probe: str) -> dict[str, float
     if not stds:
         raise CompatibilityError(
             f"probe {probe!r} finds no pre-trained parameter to disturb", remedy="probe a model with a pre-trained body"
+        )
+    for dtype in {p.dtype for name, p in subject.model.named_parameters() if name in stds and p.dtype.itemsize < 4}:
+        lost = torch.finfo(dtype).eps / 2
+        subject.run.logger.warning(
+            "probe %r: %s weights round off noise below %.2g of a weight; float32 ones keep it", probe, dtype, lost
         )
     return stds
 

@@ -184,6 +184,7 @@ class RunContext:
         stage: the stage being trained before the last one; ``None`` for the run itself.
         regularizers: names of the run's regularizers, which look at one forward pass a micro-batch.
         revision: the base model's commit, branch or tag on a hub; ``None`` where it came from files or nobody said.
+        optimizer: its name in lower case, as transformers or DeepSpeed has it, or that of its class; empty where nobody said.
     """
 
     tasks: tuple[Task, ...]
@@ -195,6 +196,7 @@ class RunContext:
     stage: Stage | None = None
     regularizers: tuple[str, ...] = ()
     revision: str | None = None
+    optimizer: str = ""
     find_anatomy: Callable[[nn.Module], Anatomy] = field(repr=False)
 
     @property
@@ -297,7 +299,7 @@ class Support:
         tasks: the task kinds it takes; ``None`` for all.
         zero_stages: the ZeRO stages it takes; 0 stands for one process and DDP.
         activation_checkpointing: whether layers may be re-run in the backward pass.
-        excludes: names of plugins it cannot be combined with.
+        excludes: names of plugins it cannot be combined with, each with the reason.
         needs_anatomy: whether it must know where the model keeps its parts.
         several_tasks: whether one batch may hold rows of several tasks, each with its own labels.
     """
@@ -305,6 +307,6 @@ class Support:
     tasks: frozenset[TaskKind] | None = None
     zero_stages: frozenset[int] = ALL_ZERO_STAGES
     activation_checkpointing: bool = True
-    excludes: frozenset[str] = frozenset()
+    excludes: Mapping[str, str] = field(default_factory=dict)
     needs_anatomy: bool = False
     several_tasks: bool = False

@@ -216,7 +216,8 @@ class Probe(Plugin):
     """What is measured about the weights.
 
     Laws: parameters, buffers, gradients, optimizer state, train/eval mode and RNG state are bit-identical afterwards,
-    also when it raises; the same seed gives the same measurement on any number of ranks, within float tolerance.
+    also when it raises; the same seed gives the same measurement on any number of ranks, within float tolerance. Under
+    ZeRO-3 this leaves out an error inside the model's own forward pass, which DeepSpeed's record of it does not survive.
     """
 
     kind: ClassVar[str] = "probe"

@@ -7,8 +7,8 @@
   none for the base weights'); what there is to gain is the small batches' cost and their padding: the
   joint batch runs in pieces of rows of similar length. Beside them stands one plain PEFT LoRA that takes as many rows of one
   task: what a batch of that size costs where no row has a matrix or head of its own.
-* ``memory``: of three such steps, k=8, batch=4, each side in a process of its own; ours holds one base model, the peer k.
-* ``bytes on disk``: A once and eight B against eight PEFT adapter files, heads aside.
+* ``k=.., batch=4, memory``: of three such steps, each side in a process of its own; ours holds one base model, the peer k.
+* ``k=.., bytes on disk``: A once and k B against k PEFT adapter files, heads aside; here A and B are of one size.
 * ``mixed inference``: eight tasks' rows in one batch, against PEFT's ``adapter_names``.
 
 The tasks are the labels of ``python_docs``, each with one half of its modules, written to and read from jsonl files. Time
@@ -47,7 +47,8 @@ LABELS = ("label", "kind", "returns", "log_num_lines")
 LENGTH = 128
 RANK = 8
 GOALS = {(2, 4): 1.0, (4, 4): 1.0, (8, 4): 0.5, (2, 16): 1.0, (4, 16): 1.0, (8, 16): 1.0}
-MEMORY_GOAL, BYTES_GOAL, INFERENCE_GOAL = 1.0, 0.58, 1 / 1.5
+MEMORY_GOAL, INFERENCE_GOAL = 1.0, 1 / 1.5
+BYTES_GOALS = {2: 0.77, 4: 0.64, 8: 0.58}  # (k + 1) / 2k and some room
 OURS, PEER, ONE = "joint", "separate", "one task"
 
 
@@ -57,8 +58,9 @@ def claims(run: Run) -> Iterator[Claim]:
     with tempfile.TemporaryDirectory() as folder:
         for (tasks, batch), goal in GOALS.items():
             yield step(run, tasks, batch, goal, folder)
-        yield memory(folder)
-        yield stored(folder)
+        for tasks, goal in BYTES_GOALS.items():
+            yield memory(tasks, folder)
+            yield stored(tasks, goal, folder)
         yield inference(run, folder)
 
 
@@ -154,44 +156,45 @@ def step(run: Run, tasks: int, batch: int, goal: float, folder: str) -> Claim:
         times = run.interleave({**whole, PEER: peer}, rounds=24, quick_rounds=8, warm_up=2, clock=time.perf_counter)
     rows = tasks * batch
     rates = ", ".join(f"{name} {rows / times.median(name):.1f} samples/s" for name in (OURS, PEER, ONE))
-    return ratio_claim(f"k={tasks}, batch={batch}, step", times.ratio(OURS, PEER), goal, f"{rates}; {times}")
+    alone = f"{times.ratio(OURS, ONE).value:.3g}x of one LoRA on as many rows"
+    return ratio_claim(f"k={tasks}, batch={batch}, step", times.ratio(OURS, PEER), goal, f"{rates}; {alone}; {times}")
 
 
-def memory(folder: str) -> Claim:
-    """Compare the peak memory of a short training on eight tasks."""
-    ours, peer = peak_memory(partial(_train_joint, folder)), peak_memory(partial(_train_separate, folder))
+def memory(tasks: int, folder: str) -> Claim:
+    """Compare the peak memory of a short training on some tasks."""
+    ours, peer = (peak_memory(partial(train, tasks, folder)) for train in (_train_joint, _train_separate))
     return Claim(
-        name="k=8, batch=4, memory",
+        name=f"k={tasks}, batch=4, memory",
         value=ours.total / peer.total,
         goal=MEMORY_GOAL,
         detail=f"{OURS} {ours}, {PEER} {peer}",
     )
 
 
-def _train_joint(folder: str) -> None:
+def _train_joint(tasks: int, folder: str) -> None:
     calm()
-    joint_trainer(8, 4, folder, max_steps=3).train()
+    joint_trainer(tasks, 4, folder, max_steps=3).train()
 
 
-def _train_separate(folder: str) -> None:
+def _train_separate(tasks: int, folder: str) -> None:
     calm()
-    for one in lora_trainers(8, 4, folder, max_steps=3):
+    for one in lora_trainers(tasks, 4, folder, max_steps=3):
         one.train()
 
 
-def stored(folder: str) -> Claim:
-    """Compare what eight tasks take on disk, heads aside."""
-    ours, theirs = Path(folder) / "ours", [Path(folder) / f"peer{number}" for number in range(8)]
-    joint_trainer(8, 4, folder).save_model(str(ours))
-    for one, path in zip(lora_trainers(8, 4, folder), theirs, strict=True):
+def stored(tasks: int, goal: float, folder: str) -> Claim:
+    """Compare what some tasks take on disk, heads aside."""
+    ours, theirs = Path(folder) / "ours", [Path(folder) / f"peer{number}" for number in range(tasks)]
+    joint_trainer(tasks, 4, folder).save_model(str(ours))
+    for one, path in zip(lora_trainers(tasks, 4, folder), theirs, strict=True):
         one.save_model(str(path))
     ratio = _bytes(ours) / sum(_bytes(path) for path in theirs)
     files = sum((path / "adapter_model.safetensors").stat().st_size for path in theirs)
     whole = (ours / "adapter_model.safetensors").stat().st_size
     return Claim(
-        name="k=8, bytes on disk",
+        name=f"k={tasks}, bytes on disk",
         value=ratio,
-        goal=BYTES_GOAL,
+        goal=goal,
         detail=f"whole files: {whole:,} against {files:,} bytes",
     )
 

@@ -10,6 +10,7 @@ from scipy import stats
 
 from ..comparison import AVERAGE, Standings
 from ..results import CellResult
+from .rounds import is_federated
 from .svg import COLOURS, FAINT, GROUND, INK, MARKERS, drawing
 from .words import verdict
 
@@ -158,9 +159,9 @@ def _rows(axes: Axes, names: Sequence[str]) -> None:
 
 
 def curves(table: Standings) -> str:
-    """Draw the main metric against the step, task by task: the mean over seeds, and a band from the worst to the best."""
+    """Draw the main metric against the step or round, task by task: the mean over seeds, and a band from the worst to the best."""
     tasks = [task for task in table.results.tasks if any(c.curve for c in table.results.cells if c.task == task)]
-    palette = Palette(table)
+    palette, federated = Palette(table), is_federated(table.results)
     if not tasks:
         return ""
     from matplotlib.ticker import MaxNLocator
@@ -178,7 +179,7 @@ def curves(table: Standings) -> str:
             axes.grid()
             metric = next(cell.main_metric for cell in table.results.cells if cell.task == task)
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-            axes.set(xlabel="optimizer step", title=f"{task}, {metric.replace('_', ' ')}")
+            axes.set(xlabel="round" if federated else "optimizer step", title=f"{task}, {metric.replace('_', ' ')}")
     return drawn.text
 
 

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping
 from html import escape
 from importlib.metadata import version
 
-from ..comparison import AVERAGE, Standings, Versus
-from . import figures, scatter
+from ..comparison import AVERAGE, Standings, Versus, every_pair
+from . import figures, rounds, scatter
 from .layout import grid
 from .markup import chip, html_score_table, html_table
 from .provenance import failures, origins, protocol, ran, software
-from .reference import read_reference
+from .reference import QUOTED, read_reference
 from .style import CSS
-from .tables import against_rows, summary_rows
+from .tables import against_rows, pair_rows, summary_rows
 from .words import READING, conclusions, headline, overview
 
 _BADGES = {
@@ -51,6 +51,7 @@ def page(table: Standings, sheets: Mapping[str, str], versus: Iterable[Versus] |
             "Learning curves",
             _with_legend(table, figures.curves(table), _CURVES, narrow=len(table.results.tasks) == 1),
         ),
+        "rounds": ("Rounds and traffic", _rounds(table)),
         "tests": ("Every test", _tests(table)),
         "failures": ("Failed runs", failures(table.results)),
         "protocol": ("Protocol", protocol(table.results)),
@@ -81,9 +82,9 @@ _SEEDS = (
 )
 _COST = "The line joins the methods that no other beats at the same cost or less. Means over runs."
 _STABILITY = "Left: towards the upper left is better and steadier. Right: what a method changes on each task."
-_CURVES = (
-    "Mean over seeds; the band goes from the worst to the best seed, at steps that at least half of the runs reached."
-)
+_CURVES = "Mean over seeds; the band goes from the worst to the best seed, at steps or rounds that at least half of the runs reached."
+
+_PAIRS = '<p class="note">Every method with every other, the number of pairs of a task being a family of Holm\'s correction.</p>'
 
 
 def _facts(table: Standings) -> str:
@@ -108,17 +109,17 @@ def _facts(table: Standings) -> str:
 
 def _findings(table: Standings) -> str:
     found = conclusions(table)
+    notes = "".join(f"<p>{escape(line)}</p>" for line in overview(table)[1:])
     if not found:
-        return f"<p>{escape(table.baseline)} is the only method: there is nothing to compare it with.</p>"
+        return f"{notes}<p>{escape(table.baseline)} is the only method: there is nothing to compare it with.</p>"
     items = "".join(
         f'<li class="{one.verdict}"><b>{escape(one.method)}</b><span class="badge">{_BADGES[one.verdict]}</span><br>'
         f"{escape(one.text)}</li>"
         for one in found
     )
-    missing = "".join(f"<p>{escape(line)}</p>" for line in overview(table)[1:])
     several = len(figures.overall(table)) > 1
     return (
-        f'{missing}<p class="lead">{escape(headline(found, table.baseline, len(table.results.tasks)))}</p><ul class="said">{items}</ul>'
+        f'{notes}<p class="lead">{escape(headline(found, table.baseline, len(table.results.tasks)))}</p><ul class="said">{items}</ul>'
         + _picture(
             figures.differences(table),
             f"Difference to {escape(table.baseline)} with its 95 % interval. The grey band is what this many seeds could not have"
@@ -134,7 +135,7 @@ def _scores(table: Standings) -> str:
     tables = f'<div class="scroll">{html_score_table(laid, captions, table)}</div>'
     quoted = read_reference(table.results, table.baseline)
     if quoted:
-        caption = f"{escape(quoted.title)} <small>as printed; not run here</small>"
+        caption = f"{escape(quoted.title)} <small>{QUOTED}</small>"
         tables += f'<div class="scroll quoted">{html_score_table(quoted.grid, caption)}</div>'
     shade = "linear-gradient(90deg, rgba(var(--red),var(--depth)), transparent, rgba(var(--green),var(--depth)))"
     return (
@@ -153,18 +154,25 @@ def _change(table: Standings, versus: Iterable[Versus] | None) -> str:
     return f"<p>Every method against itself, by task and seed.</p>{html_table(rows, text=2)}"
 
 
+def _rounds(table: Standings) -> str:
+    found = rounds.rows(table)
+    return f'{html_table(found, text=2)}<p class="note">{rounds.READING}</p>' if found else ""
+
+
 def _tests(table: Standings) -> str:
     if not table.versus:
         return ""
     order = sorted(
         table.versus.values(), key=lambda one: (one.task != AVERAGE, table.results.methods.index(one.method))
     )
-    rows = against_rows(order, table.scale)
+    rows, pairs = against_rows(order, table.scale), pair_rows(every_pair(table), table.scale)
+    others = f"<details><summary>{len(pairs) - 1} comparisons of every two methods</summary>{html_table(pairs, text=3)}"
     return (
         f"<details><summary>{len(rows) - 1} comparisons with {escape(table.baseline)}</summary>{html_table(rows, text=2)}"
         '<p class="note">p: paired t test; p (Holm): corrected for the number of tests in its family; Wilcoxon: signed-rank'
         " test, which cannot get below 0.0625 with five seeds; spread: Brown and Forsythe's test for equal variance; can show:"
         " the smallest true difference that this many seeds find with probability 0.8.</p></details>"
+        + (f"{others}{_PAIRS}</details>" if len(pairs) > 1 else "")
     )
 
 

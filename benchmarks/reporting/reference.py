@@ -9,6 +9,8 @@ from ..results import ResultError, Results
 from .layout import Cell, Grid, steadier
 from .words import NONE, number
 
+QUOTED = "as printed; not run here"
+
 
 @dataclass(frozen=True)
 class Reference:

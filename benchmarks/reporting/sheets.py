@@ -6,8 +6,9 @@ import csv
 import io
 from collections.abc import Iterable
 
-from ..comparison import AVERAGE, Standings, Versus
+from ..comparison import AVERAGE, Standings, Versus, every_pair
 from ..statistics import Comparison, Summary
+from .rounds import records
 
 
 def statistics_csv(table: Standings) -> str:
@@ -62,6 +63,18 @@ def _comparison(one: Versus | None) -> dict[str, object]:
     }
 
 
+def pairs_csv(table: Standings) -> str:
+    """Return the comparison of every method with every other, a line a pair."""
+    return _csv(
+        {"task": one.task, "method": one.method, "other": one.other, **_comparison(one)} for one in every_pair(table)
+    )
+
+
+def rounds_csv(table: Standings) -> str:
+    """Return the rounds that each method needs on each task, its bytes and its clients' seconds; empty without rounds."""
+    return _csv(records(table))
+
+
 def runs_csv(table: Standings) -> str:
     """Return every run, one a line: its score and what it cost."""
     return _csv(
@@ -78,6 +91,7 @@ def runs_csv(table: Standings) -> str:
             "steps": cell.train_info.get("steps"),
             "trainable_parameters": (cell.train_info.get("parameters") or {}).get("trainable"),
             "fingerprint": cell.inputs.get("fingerprint"),
+            "part_of": cell.joint or None,
             "error": cell.error,
         }
         for cell in table.results.cells

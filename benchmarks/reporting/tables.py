@@ -8,7 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..comparison import Standings, Versus
-from .layout import failures, grid
+from .layout import Grid, failures, grid
+from .reference import QUOTED, read_reference
 from .words import MINUS, NONE, number, span
 
 _LATEX = {
@@ -78,6 +79,15 @@ def against_rows(versus: Iterable[Versus], scale: Mapping[str, float]) -> list[t
     return rows
 
 
+def pair_rows(pairs: Sequence[Versus], scale: Mapping[str, float]) -> list[tuple[str, ...]]:
+    """Return a header and a row for each pair of methods, as text; spreads are compared with the baseline's only."""
+    against = ["against", *(one.other for one in pairs)]
+    return [
+        (method, other, *rest[:-2], rest[-1])
+        for (method, *rest), other in zip(against_rows(pairs, scale), against, strict=True)
+    ]
+
+
 def summary_rows(table: Standings) -> list[tuple[str, ...]]:
     """Return a header and a row for each task and method, as text: what the score table has no room for."""
     rows: list[tuple[str, ...]] = [
@@ -98,24 +108,38 @@ def _p(value: float | None) -> str:
 
 
 def markdown(table: Standings, notes: Sequence[str]) -> str:
-    """Return the score table in Markdown: best bold, second in italics, the difference to the baseline in brackets."""
-    laid = grid(table)
+    """Return the score table in Markdown: best bold, second in italics, the difference to the baseline in brackets.
+
+    What the suite quotes of a paper stands below it, in a table of its own.
+
+    Raises:
+        ResultError: that cannot be read.
+    """
     lines = [f"# {table.results.name}".translate(_MARKDOWN), "", *(f"- {note}" for note in notes), ""]
-    header = ["method", *laid.columns, "failed"]
-    lines += [_row(header), _row(["---", *("---:" for _ in header[1:])])]
+    lines += _markdown_grid(grid(table), table)
+    quoted = read_reference(table.results, table.baseline)
+    if quoted:
+        lines += ["", f"## {quoted.title}".translate(_MARKDOWN), "", f"{QUOTED}.", "", *_markdown_grid(quoted.grid)]
+    return "\n".join([*lines, ""])
+
+
+def _markdown_grid(laid: Grid, table: Standings | None = None) -> list[str]:
+    header = ["method", *laid.columns, *(["failed"] if table else [])]
+    lines = [_row(name.translate(_MARKDOWN) for name in header), _row(["---", *("---:" for _ in header[1:])])]
     for method, cells in laid.rows.items():
         marked = []
         for cell in cells:
             mark = {1: "**", 2: "*"}.get(cell.place, "")
             marked.append(f"{mark}{cell.text}{mark}" + (f" ({cell.delta})" if cell.delta else ""))
-        lines.append(_row([method.translate(_MARKDOWN), *marked, failures(table, method)]))
-    return "\n".join([*lines, ""])
+        lines.append(_row([method.translate(_MARKDOWN), *marked, *([failures(table, method)] if table else [])]))
+    return lines
 
 
-def against_markdown(versus: Iterable[Versus], scale: Mapping[str, float], title: str) -> str:
-    """Return a table of differences in Markdown."""
-    header, *rows = against_rows(versus, scale)
-    lines = [f"## {title}".translate(_MARKDOWN), "", _row(header), _row(["---", "---", *("---:" for _ in header[2:])])]
+def markdown_section(found: Sequence[Sequence[str]], title: str, note: str = "") -> str:
+    """Return a heading, a note and a table whose first two columns are text, in Markdown; its first row is the header."""
+    header, *rows = found
+    lines = [f"## {title}".translate(_MARKDOWN), "", *([note, ""] if note else [])]
+    lines += [_row(header), _row(["---", "---", *("---:" for _ in header[2:])])]
     return "\n".join(["", *lines, *(_row([cell.translate(_MARKDOWN) for cell in row]) for row in rows), ""])
 
 
@@ -124,11 +148,25 @@ def _row(cells: Iterable[str]) -> str:
 
 
 def latex(table: Standings, notes: Sequence[str]) -> str:
-    r"""Return the score table in LaTeX: best bold, second underlined, shaded green where steadier and red where less so."""
-    laid = grid(table)
+    r"""Return the score table in LaTeX: best bold, second underlined, shaded green where steadier and red where less so.
+
+    What the suite quotes of a paper stands below it, in a table of its own.
+
+    Raises:
+        ResultError: that cannot be read.
+    """
     lines = [f"% {note}" for note in ("needs booktabs, and xcolor with its option table", *notes)]
-    lines += [rf"\begin{{tabular}}{{l{'r' * (len(laid.columns) + 1)}}}", r"\toprule"]
-    lines += [" & ".join(_tex(name) for name in ("method", *laid.columns, "failed")) + r" \\", r"\midrule"]
+    lines += _latex_grid(grid(table), table)
+    quoted = read_reference(table.results, table.baseline)
+    if quoted:
+        lines += ["", f"% {quoted.title}: {QUOTED}", *_latex_grid(quoted.grid)]
+    return "\n".join([*lines, ""])
+
+
+def _latex_grid(laid: Grid, table: Standings | None = None) -> list[str]:
+    header = ["method", *laid.columns, *(["failed"] if table else [])]
+    lines = [rf"\begin{{tabular}}{{l{'r' * (len(header) - 1)}}}", r"\toprule"]
+    lines += [" & ".join(map(_tex, header)) + r" \\", r"\midrule"]
     for method, cells in laid.rows.items():
         marked = []
         for cell in cells:
@@ -136,8 +174,8 @@ def latex(table: Standings, notes: Sequence[str]) -> str:
             depth = round(_DARKEST * abs(cell.steadier or 0))
             colour = "green" if (cell.steadier or 0) > 0 else "red"
             marked.append(rf"\cellcolor{{{colour}!{depth}}}{mark}" if depth else mark)
-        lines.append(" & ".join([_tex(method), *marked, failures(table, method)]) + r" \\")
-    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
+        lines.append(" & ".join([_tex(method), *marked, *([failures(table, method)] if table else [])]) + r" \\")
+    return [*lines, r"\bottomrule", r"\end{tabular}"]
 
 
 def _tex(text: str) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..comparison import AVERAGE, Standings, Versus
 from ..results import Results, names_in
@@ -175,9 +176,38 @@ def overview(table: Standings) -> list[str]:
         lines.append(
             f"{missing} cell{'' if missing == 1 else 's'} of the suite {'has' if missing == 1 else 'have'} no result yet."
         )
+    for run in dict.fromkeys((cell.joint, cell.method) for cell in results.cells if cell.joint):
+        parts = dict.fromkeys(cell.task for cell in results.cells if (cell.joint, cell.method) == run)
+        said = f"{run[1]} trains {listed(tuple(parts))} in one run, {run[0]}"
+        lines.append(f"{said}; seconds and parameters of a task are an equal share of it.")
+    lines += _mixed(results)
     if results.damaged:
         lines.append(f"{counted(tuple(results.damaged), 'damaged file')} moved aside and not counted.")
     return lines
+
+
+def _mixed(results: Results) -> list[str]:
+    """Return a line for each way in which runs of one task and method, averaged over seeds, had different inputs."""
+    first: dict[tuple[str, str], dict[str, Any]] = {}
+    found: dict[str, dict[str, None]] = {}
+    for cell in results.cells:
+        task, method, _ = cell.run
+        ours = _apart_from_seed(cell.inputs)
+        theirs = first.setdefault((task, method), ours)
+        if ours != theirs:
+            from ..inputs import differences  # the models it looks at are slow to import
+
+            found.setdefault("; ".join(differences(theirs, ours)), {})[f"{method} on {task}"] = None
+    return [
+        f"Runs of different inputs are averaged: {listed(tuple(who)) if len(who) < 5 else f'{len(who)} methods and tasks'},"
+        f" {what}."
+        for what, who in found.items()
+    ]
+
+
+def _apart_from_seed(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    recipe = {key: value for key, value in (inputs.get("recipe") or {}).items() if key != "seed"}
+    return {key: value for key, value in inputs.items() if key != "fingerprint"} | {"recipe": recipe}
 
 
 def _missing(results: Results) -> int:
@@ -187,7 +217,7 @@ def _missing(results: Results) -> int:
     skipping = [item for item in suite.get("overrides") or () if item.get("skip")]
     skips = [Override(tasks=item.get("tasks", "*"), methods=item.get("methods", "*")) for item in skipping]
     asked = [pair for pair in itertools.product(tasks, methods) if not any(one.matches(*pair) for one in skips)]
-    ran = {cell.key for cell in results.cells}
+    ran = {cell.run for cell in results.cells}
     return sum((*pair, seed) not in ran for pair in asked for seed in suite.get("seeds") or results.seeds)
 
 
@@ -199,5 +229,6 @@ def counted(items: Sequence[object], name: str) -> str:
 READING = (
     "mean±sd over seeds, sd with ddof = 1; the average is the mean of the tasks' means and of their sds. Runs no better than the"
     " majority class count with their score; runs without a score count as failed only. Intervals are Student's t, tests are"
-    " paired by seed and corrected by Holm's method within all averages and within all tasks x methods."
+    " paired by seed and corrected by Holm's method within all averages and within all tasks x methods, and the difference that"
+    " seeds can show (with probability 0.8) is one that does so after this correction."
 )

@@ -9,9 +9,10 @@ from ...core.console import plain_console
 from ...registry.errors import TuneryError
 from ..comparison import compare_runs, standings
 from ..results import Results
+from . import rounds
 from .page import page
-from .sheets import runs_csv, statistics_csv
-from .tables import against_markdown, against_table, console_table, latex, markdown
+from .sheets import pairs_csv, rounds_csv, runs_csv, statistics_csv
+from .tables import against_rows, against_table, console_table, latex, markdown, markdown_section
 from .words import READING, conclusions, overview
 
 
@@ -43,8 +44,13 @@ def write_report(
     if versus is not None and other is not None:
         title = f"against the same cells in {other.folder}"
         console.print(against_table(versus, table.scale, title))
-        text += against_markdown(versus, table.scale, title)
+        text += markdown_section(against_rows(versus, table.scale), title)
     sheets = {"statistics.csv": statistics_csv(table), "runs.csv": runs_csv(table)}
+    if len(table.results.methods) > 2:
+        sheets["pairs.csv"] = pairs_csv(table)
+    if federated := rounds.rows(table):
+        text += markdown_section(federated, "Rounds and traffic", rounds.READING)
+        sheets["rounds.csv"] = rounds_csv(table)
     files = {
         "report.html": page(table, sheets, versus, "" if other is None else str(other.folder)),
         "report.md": text,

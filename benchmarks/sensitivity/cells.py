@@ -22,7 +22,7 @@ from ...core.probe_points import Settings, evaluate_point
 from ...core.probing import MEASUREMENTS
 from ...core.recipe import choose
 from ...core.run import train
-from ...registry.errors import DataError, TuneryError
+from ...registry.errors import DataError
 from ..claims import claimed
 from ..inputs import differences
 from ..results import digest, sealed
@@ -165,7 +165,7 @@ def run_cells(study: Study, cells: Sequence[Cell], tell: Callable[[str], None]) 
                     continue
                 try:
                     scores = study.found(cell)[0] or _do(study, cell, work)
-                except (TuneryError, OSError, ValueError, RuntimeError, MemoryError) as error:
+                except Exception as error:  # noqa: BLE001  # whatever it is, the other cells go on
                     yield cell, " ".join(str(error).split()) or type(error).__name__
                     continue
         yield cell, scores
@@ -244,5 +244,5 @@ def _settings(study: Study, cell: Cell, **changes: Any) -> Settings:
 
 
 def _loading(plan: Plan) -> dict[str, Any]:
-    """Return the training keys that say how a checkpoint is loaded."""
-    return {key: value for key, value in plan.training.items() if key == "dtype"}
+    """Return the training keys that say in which precision a checkpoint is loaded and evaluated."""
+    return {key: value for key, value in plan.training.items() if key in ("dtype", "bf16", "fp16")}

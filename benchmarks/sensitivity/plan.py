@@ -41,6 +41,7 @@ class Plan(BaseModel):
         revisions: of that model.
         runs: patterns of local folders.
         tokens: tokens of each checkpoint, where names do not tell.
+        steps: steps of each checkpoint, likewise.
         learning_rates: peak learning rates.
         seeds: of the fine-tuning runs.
         in_domain: data keys of the fine-tuning task. Learning rates are tuned on its validation split; its test split is
@@ -53,7 +54,7 @@ class Plan(BaseModel):
         training: every other key of a run, those apart that each cell sets itself.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
     description: str = ""
@@ -61,6 +62,7 @@ class Plan(BaseModel):
     revisions: list[str] = []
     runs: list[str] = []
     tokens: list[str] = []
+    steps: list[str] = []
     learning_rates: Annotated[list[Annotated[float, Gt(0)]], Len(1)]
     seeds: Annotated[list[Annotated[int, Ge(0)]], Len(1)] = [0, 1, 2]
     in_domain: Keys
@@ -82,9 +84,9 @@ class Plan(BaseModel):
         """Return the checkpoints, in ascending order of tokens or steps.
 
         Raises:
-            RecipeError: there are none, or not as many tokens as checkpoints.
+            RecipeError: there are none, or not as many tokens or steps as checkpoints.
         """
-        return find_points(self.models, self.revisions, self.runs, self.tokens)
+        return find_points(self.models, self.revisions, self.runs, self.tokens, self.steps)
 
     def cells(self, points: Sequence[Point]) -> list[Cell]:
         """Return every cell, checkpoint by checkpoint, the one that only scores it first, which is the same for all seeds."""

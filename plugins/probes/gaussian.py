@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Annotated
 
 from annotated_types import Ge, Gt, MinLen
@@ -52,10 +53,11 @@ class Gaussian(Probe):
     config: Config
 
     def measure(self, subject: Subject) -> Iterable[Measurement]:
-        """Yield every metric of every evaluation, then ``sensitivity``.
+        """Yield every metric of every evaluation, each gamma's change of every metric, then ``sensitivity``.
 
-        A metric belongs to ``gamma`` and ``draw``; both are 0 for the weights as they are. ``sensitivity`` is how much the
-        perplexity (of other tasks: the loss) rises at the largest gamma, mean over draws.
+        A metric belongs to ``gamma`` and ``draw``; both are 0 for the weights as they are. ``<metric>_change`` belongs to
+        ``gamma``: mean over its draws, less what the weights have as they are. ``sensitivity`` is how much the perplexity (of
+        other tasks: the loss) rises at the largest gamma.
 
         Raises:
             CompatibilityError: no evaluation set, or a model that does not say how it was initialised.
@@ -64,17 +66,18 @@ class Gaussian(Probe):
         yield from _rows(base, 0.0, 0)
         stds = gaussian_stds(subject, self.config.sigma, self.name)
         seed = subject.run.seed if self.config.seed is None else self.config.seed
-        main = "perplexity" if "perplexity" in base else "loss"
-        rises: list[float] = []
+        changes: dict[str, float] = {}
         for gamma in sorted(self.config.gammas):
-            rises.clear()
+            draws = []
             for draw in range(self.config.draws):
                 with shifted(subject, GaussianDirection(std=stds, seed=seed, draw=draw), gamma):
-                    found = evaluated(subject, self.name)
-                rises.append(found[main] - base[main])
-                yield from _rows(found, gamma, draw)
-        unit = "nat" if main == "loss" else ""
-        yield Measurement(name="sensitivity", value=sum(rises) / len(rises), unit=unit)
+                    draws.append(evaluated(subject, self.name))
+                yield from _rows(draws[-1], gamma, draw)
+            changes = {name: fmean(found[name] for found in draws) - before for name, before in base.items()}
+            for name, change in changes.items():
+                yield Measurement(name=f"{name}_change", value=change, where={"gamma": gamma})
+        main = "perplexity" if "perplexity" in base else "loss"
+        yield Measurement(name="sensitivity", value=changes[main], unit="nat" if main == "loss" else "")
 
 
 def _rows(metrics: dict[str, float], gamma: float, draw: int) -> Iterable[Measurement]:

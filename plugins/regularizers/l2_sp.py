@@ -39,7 +39,10 @@ _PIECE = 2**18  # elements: a megabyte stays in a core's cache
 
 
 class L2SP(Regularizer):
-    """Pull pre-trained weights to where they started and new weights to zero."""
+    """Pull pre-trained weights to where they started and new weights to zero.
+
+    Where they started is what the run's last stage begins with: after ``surt``, the re-trained weights.
+    """
 
     name = "l2_sp"
     summary = "L2 distance to the pre-trained weights, L2 norm of new ones"
@@ -57,11 +60,14 @@ class L2SP(Regularizer):
                 the number of pre-trained weights that train, and by that of new ones: a strength does not depend on the
                 model's size then, and is that many times smaller. ``decoupled`` pulls each weight by
                 learning_rate * strength of its distance, right before the optimizer's step and apart from the loss.
+            scope: ``all`` parameters, or ``weights`` of two or more dimensions, without biases and norms, which is what the
+                authors' code has by default.
         """
 
         alpha: Annotated[float, Ge(0)] = 0.1
         beta: Annotated[float, Ge(0)] = 0.01
         form: Literal["sum_half", "sum", "mean", "decoupled"] = "sum_half"
+        scope: Literal["all", "weights"] = "all"
 
     config: Config
 
@@ -84,7 +90,7 @@ class L2SP(Regularizer):
         Raises:
             CompatibilityError: nothing trains that has a strength.
         """
-        trained = list(_trained(model, run))
+        trained = [item for item in _trained(model, run) if self._counts(item[2])]
         factors = {
             anchored: strength * self._normaliser([own for *_, own, kind in trained if kind is anchored])
             for anchored, strength in ((True, self.config.alpha), (False, self.config.beta))
@@ -111,6 +117,9 @@ class L2SP(Regularizer):
             runs[owner].register_forward_hook(partial(self._after_forward, pulled, owner))
             for owner, pulled in pulls.items()
         ]
+
+    def _counts(self, parameter: nn.Parameter) -> bool:
+        return self.config.scope == "all" or len(getattr(parameter, "ds_shape", parameter.shape)) > 1
 
     def _normaliser(self, parameters: list[nn.Parameter]) -> float:
         """Return what a sum of squares over these parameters is multiplied by."""

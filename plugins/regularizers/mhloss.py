@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ...registry.context import Batch, RunContext
 
 _HEADS = "mhloss_heads"
+_SCALE_FREE = ("ada", "rmsprop", "lion", "lamb", "muon")  # Adam, Adagrad, Adafactor, ...
 
 
 class MHLoss(Regularizer):
@@ -56,7 +57,8 @@ class MHLoss(Regularizer):
             weight: 0 leaves MHLoss out; else 1: it is the task loss itself, there is nothing to weigh.
             heads: H, the number of heads (the paper's main experiments have 50); 1 leaves MHLoss out.
             scale_learning_rate: let every head learn H times as fast, by its gradient, so that under SGD it moves as a
-                single head does; Adam's steps do not depend on a gradient's scale. Clipping sees the scaled gradients.
+                single head does; refused under Adam and its kin, whose steps do not depend on a gradient's scale. Clipping
+                sees the scaled gradients.
         """
 
         heads: Annotated[int, Ge(1)] = 50
@@ -80,10 +82,17 @@ class MHLoss(Regularizer):
         """Put H heads beside the head's final linear layer, whose own weights are their mean from now on.
 
         Raises:
-            CompatibilityError: the model has no such layer of its own kind, or it is frozen.
+            CompatibilityError: the model has no such layer of its own kind, or it is frozen; ``scale_learning_rate`` under an
+                optimizer that it does nothing for.
         """
         if self.config.heads == 1:
             return
+        if self.config.scale_learning_rate and any(kin in run.optimizer for kin in _SCALE_FREE):
+            raise CompatibilityError(
+                f"regularizer 'mhloss': scale_learning_rate would do nothing under optimizer {run.optimizer!r}, whose steps "
+                "do not depend on a gradient's scale",
+                remedy="leave it out or use optim: sgd",
+            )
         from torch import nn
 
         head_name = run.anatomy(model).head

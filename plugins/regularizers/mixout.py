@@ -37,7 +37,8 @@ class MixOut(Regularizer):
     Mixed is every ``nn.Linear`` and transformers ``Conv1D`` whose weight is pre-trained and trains; biases, norms,
     embeddings and fresh heads are not. An output layer tied to the input embeddings is mixed where it multiplies, not where
     tokens are looked up, and stays tied. Weight decay pulls towards zero, not towards T: set ``weight_decay`` to 0, or add
-    ``l2_sp``.
+    ``l2_sp``. The authors' code replaces dropout by it: the run's ``dropout: 0``. T is what the run's last stage begins with:
+    after ``surt``, the re-trained weights.
     """
 
     name = "mixout"

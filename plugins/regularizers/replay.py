@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -39,7 +40,11 @@ _IGNORED = -100
 
 
 class Replay(Regularizer):
-    """Keep learning what the model was pre-trained for."""
+    """Keep learning what the model was pre-trained for.
+
+    The model has to have its language-modelling head: a classifier or a regression has lost it, and is refused. Recipes train
+    causal language models; a masked one is trained from Python, with a Trainer.
+    """
 
     name = "replay"
     summary = "language-modelling loss on a share of pre-training-like text"
@@ -54,7 +59,10 @@ class Replay(Regularizer):
 
         Attributes:
             data: the text: a ``.txt`` file with a document a line, a ``.jsonl`` file with ``text`` or ``input_ids`` in each
-                line, or the name or folder of a dataset as ``datasets.load_dataset`` takes it, whose train split counts.
+                line, or the name or folder of a dataset as ``datasets.load_dataset`` takes it.
+            data_config: which configuration of a dataset that has several.
+            split: which split of a dataset, as ``datasets.load_dataset`` takes it.
+            max_documents: read no more than the first so many; of a dataset, no more is downloaded then (it is streamed).
             column: where a dataset has its text.
             share: of all rows a step trains on, the part that is replayed, on average.
             length: tokens of one replayed row; documents are joined, an eos token after each, and cut.
@@ -64,6 +72,9 @@ class Replay(Regularizer):
         """
 
         data: str
+        data_config: str | None = None
+        split: str = "train"
+        max_documents: Annotated[int, Ge(1)] | None = None
         column: str = "text"
         share: Annotated[float, Gt(0), Le(0.5)] = 0.1
         length: Annotated[int, Ge(2)] = 128
@@ -208,7 +219,7 @@ class _Tokenizer:
 
 def _documents(config: Replay.Config, tokenizer: _Tokenizer) -> Iterator[list[int]]:
     """Yield the tokens of every document."""
-    for row in _records(config):
+    for row in islice(_records(config), config.max_documents):
         if isinstance(row, Mapping) and isinstance(row.get("input_ids"), list):
             yield [int(token) for token in row["input_ids"]]
         elif isinstance(row, Mapping) and isinstance(row.get(config.column), str):
@@ -231,10 +242,12 @@ def _records(config: Replay.Config) -> Iterator[Any]:
         else:
             from datasets import load_dataset
 
-            yield from load_dataset(config.data, split="train")
+            streaming = config.max_documents is not None
+            yield from load_dataset(config.data, config.data_config, split=config.split, streaming=streaming)
     except (OSError, ValueError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise DataError(f"regularizer 'replay' cannot read {config.data}: {first}") from None
+        remedy = "" if path.is_file() else "see data_config and split"
+        raise DataError(f"regularizer 'replay' cannot read {config.data}: {first}", remedy=remedy) from None
 
 
 @hookimpl

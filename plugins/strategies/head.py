@@ -48,7 +48,7 @@ class Head(Strategy):
         """
 
         cache: bool = True
-        cache_dir: str | None = field(default=None, metadata={"recorded": False})
+        cache_dir: str | None = field(default=None, metadata={"recorded": False, "cache": True})
 
     config: Config
 

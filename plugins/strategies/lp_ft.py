@@ -25,14 +25,17 @@ if TYPE_CHECKING:
 
 
 class LpFt(Strategy):
-    """Train the fresh head on features of the frozen encoder in eval mode, then everything with the run's own arguments."""
+    """Train the fresh head on features of the frozen encoder in eval mode, then everything with the run's own arguments.
+
+    The last stage is full fine-tuning, not LoRA. The first one runs the encoder in every epoch: nothing is cached.
+    """
 
     name = "lp_ft"
     summary = "train the head on the frozen encoder first, then every parameter"
     reference = "Kumar et al. 2022, Fine-Tuning can Distort Pretrained Features, section 3.4"
     supports = Support(
         tasks=frozenset({TaskKind.CLASSIFICATION, TaskKind.REGRESSION, TaskKind.IMAGE_CLASSIFICATION, TaskKind.OTHER}),
-        excludes=frozenset({"mhloss"}),  # it starts from heads of its own, and the first stage would be for nothing
+        excludes={"mhloss": "it starts from heads of its own, and the stage that trains the head would be for nothing"},
     )
 
     @dataclass(frozen=True, kw_only=True)

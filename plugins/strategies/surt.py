@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 
 class Surt(Strategy):
-    """Re-train the encoder on the training inputs without labels, then fine-tune it, or a head on it."""
+    """Re-train the encoder on the training inputs without labels, then fine-tune it, or a head on it.
+
+    The last stage is full fine-tuning or head tuning, not LoRA. Head tuning runs the encoder in every epoch: nothing is cached.
+    """
 
     name = "surt"
     summary = "re-train on the training inputs without labels (MLM or LM), then fine-tune"

@@ -42,7 +42,8 @@ class JointStrategyLaws(StrategyLaws):
         answers = MODELS[model].logits(tunery.load_run(outcome.folder).model, TASKS)
         torch.testing.assert_close(answers, outcome.logits, rtol=0, atol=0)
 
-    def test_several_tasks_leave_one_by_one(self, model: str, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("merge", [False, True], ids=["apart", "merged"])
+    def test_several_tasks_leave_one_by_one(self, model: str, merge: bool, tmp_path: Path) -> None:
         """Each exported task answers its rows as the mixed batch did, with transformers and PEFT alone."""
         import torch
 
@@ -51,8 +52,8 @@ class JointStrategyLaws(StrategyLaws):
         outcome, tiny = self.joint(model, dropout=True).run(), MODELS[model]
         expected = outcome.logits
         for number, task in enumerate(tiny.tasks(TASKS)):
-            folder = tunery.export_run(outcome.folder, tmp_path / task.name, task=task.name, merge=True)
-            answers = tiny.logits(tiny.load(folder))[number::TASKS]
+            folder = tunery.export_run(outcome.folder, tmp_path / task.name, task=task.name, merge=merge)
+            answers = tiny.logits(tiny.load_exported(folder, task.num_labels))[number::TASKS]
             own = expected[number::TASKS][..., : answers.shape[-1]]
             torch.testing.assert_close(answers, own, rtol=0, atol=1e-5)
 

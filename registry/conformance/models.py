@@ -50,20 +50,21 @@ class TinyModel:
     config: Callable[[float], PretrainedConfig]
     saved_names: Mapping[str, str] = field(default_factory=dict)
 
-    def load(self, folder: str | Path) -> PreTrainedModel:
-        """Load it, or what was exported from it, as its users do."""
+    def load(self, folder: str | Path, labels: int = 0) -> PreTrainedModel:
+        """Load it, or what was exported from it, as its users do; with ``labels`` with a new head of that width."""
         import transformers
 
-        model: PreTrainedModel = getattr(transformers, self.auto).from_pretrained(str(folder))
+        head: dict[str, Any] = {"num_labels": labels, "ignore_mismatched_sizes": True} if labels else {}
+        model: PreTrainedModel = getattr(transformers, self.auto).from_pretrained(str(folder), **head)
         return model
 
-    def load_exported(self, folder: str | Path) -> Any:
-        """Load a folder that was exported, with transformers or PEFT alone."""
+    def load_exported(self, folder: str | Path, labels: int = 0) -> Any:
+        """Load a folder that was exported, with transformers or PEFT alone; ``labels`` of an adapter's task, if not its own."""
         from peft import PeftConfig, PeftModel
 
         if not (Path(folder) / "adapter_config.json").is_file():
             return self.load(folder)
-        base = self.load(PeftConfig.from_pretrained(str(folder)).base_model_name_or_path)
+        base = self.load(PeftConfig.from_pretrained(str(folder)).base_model_name_or_path, labels)
         return PeftModel.from_pretrained(base, str(folder))
 
     def logits(self, model: Any, tasks: int = 1) -> torch.Tensor:
@@ -94,7 +95,7 @@ class TinyModel:
         if self.kind is TaskKind.IMAGE_CLASSIFICATION:
             rows = _image_rows(count)
         else:
-            rows = _text_rows(count, causal=self.kind is TaskKind.CAUSAL_LM)
+            rows = _text_rows(count, every_token=self.kind.is_language_modelling)
         return rows if tasks == 1 else [self._row_of(row, number % tasks) for number, row in enumerate(rows)]
 
     def tasks(self, count: int) -> list[Task]:
@@ -107,12 +108,12 @@ class TinyModel:
         ]
 
     def _labels(self, task: int) -> tuple[str, ...]:
-        if self.kind is TaskKind.CAUSAL_LM:
+        if self.kind.is_language_modelling:
             return ()
         return tuple(f"LABEL_{label}" for label in range(LABELS - task % 2))
 
     def _row_of(self, row: dict[str, Any], task: int) -> dict[str, Any]:
-        labels = row["labels"] if self.kind is TaskKind.CAUSAL_LM else row["labels"] % (LABELS - task % 2)
+        labels = row["labels"] if self.kind.is_language_modelling else row["labels"] % (LABELS - task % 2)
         return {**row, "labels": labels, "task_ids": task}
 
 
@@ -205,6 +206,7 @@ MODELS = {
             auto="AutoModelForSequenceClassification",
             config=_deep_bert,
         ),
+        TinyModel(name="bert_masked_lm", kind=TaskKind.MASKED_LM, auto="AutoModelForMaskedLM", config=_bert),
         TinyModel(name="llama_causal_lm", kind=TaskKind.CAUSAL_LM, auto="AutoModelForCausalLM", config=_llama),
         TinyModel(name="gpt2_causal_lm", kind=TaskKind.CAUSAL_LM, auto="AutoModelForCausalLM", config=_gpt2),
         TinyModel(
@@ -256,7 +258,7 @@ def _rename(file: Path, names: Mapping[str, str]) -> None:
     save_file(state, file, metadata={"format": "pt"})
 
 
-def _text_rows(count: int, causal: bool) -> list[dict[str, Any]]:
+def _text_rows(count: int, every_token: bool) -> list[dict[str, Any]]:
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -265,7 +267,7 @@ def _text_rows(count: int, causal: bool) -> list[dict[str, Any]]:
         tokens = torch.randint(1, VOCABULARY, (LENGTH,), generator=generator)
         valid = int(torch.randint(3, LENGTH + 1, (), generator=generator))
         mask = (torch.arange(LENGTH) < valid).long()
-        labels = tokens.masked_fill(mask == 0, -100) if causal else torch.randint(LABELS, (), generator=generator)
+        labels = tokens.masked_fill(mask == 0, -100) if every_token else torch.randint(LABELS, (), generator=generator)
         rows.append({"input_ids": tokens * mask, "attention_mask": mask, "labels": labels})
     return rows
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -11,7 +12,7 @@ import pytest
 from .laws import PluginLaws
 from .traces import changed, everything
 from .trials import ONE, Job, Trial, tiny_process
-from .workers import on_stage
+from .workers import STAGES, on_stage
 
 STEPS = 4
 SERVICES = ("gathered", "written", "local", "local_of", "sum_shards", "perturbed")
@@ -26,10 +27,13 @@ class ProbeLaws(PluginLaws):
 
     Attributes:
         strategies: what is trained while it measures.
+        traced_stages: where two processes check that it leaves no trace; those that are none of ``stages`` see the first
+            model and strategy only.
     """
 
     kind: ClassVar[str] = "probe"
     strategies: ClassVar[tuple[str, ...]] = ("full", "lora")
+    traced_stages: ClassVar[tuple[str, ...]] = STAGES
 
     @classmethod
     def trial(cls, model: str, **changes: Any) -> Trial:
@@ -37,9 +41,16 @@ class ProbeLaws(PluginLaws):
         return Trial(model=model, strategy=cls.strategies[0], probes=(cls.plugin,), steps=STEPS).but(**changes)
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Add ``strategy`` to what a law can ask for."""
+        """Add ``strategy`` and ``traced``, a stage, to what a law can ask for."""
         super().pytest_generate_tests(metafunc)
-        if "strategy" in metafunc.fixturenames:
+        traced = [stage for stage in self.traced_stages if self.runs_on(stage)]
+        if {"traced", "strategy"} <= set(metafunc.fixturenames):
+            pairs = itertools.product(traced, self.strategies)
+            asked = [(stage, one) for stage, one in pairs if stage in self.stages or one == self.strategies[0]]
+            metafunc.parametrize("traced, strategy", asked)
+        elif "traced" in metafunc.fixturenames:
+            metafunc.parametrize("traced", traced)
+        elif "strategy" in metafunc.fixturenames:
             metafunc.parametrize("strategy", self.strategies)
 
     def test_leaves_no_trace(self, model: str, strategy: str, tmp_path: Path) -> None:
@@ -47,20 +58,20 @@ class ProbeLaws(PluginLaws):
         trial = self.trial(model, strategy=strategy, dropout=True, accumulation=2)
         assert measure_midway(trial.job(ONE, tmp_path)) == []
 
-    def test_leaves_no_trace_on_every_stage(self, stage: str, strategy: str, tmp_path: Path) -> None:
+    def test_leaves_no_trace_on_every_stage(self, traced: str, strategy: str, tmp_path: Path) -> None:
         """The same on every rank of two processes."""
         trial = self.trial(self.first_model(), strategy=strategy, dropout=True, accumulation=2)
-        assert on_stage(stage, measure_midway, trial.job(stage, tmp_path)) == []
+        assert on_stage(traced, measure_midway, trial.job(traced, tmp_path)) == []
 
     def test_leaves_no_trace_when_it_fails(self, model: str, tmp_path: Path) -> None:
         """The same when what the probe uses raises or is interrupted: at first, midway, and at last."""
         trial = self.trial(model, dropout=True, accumulation=2)
         assert measure_midway(trial.job(ONE, tmp_path), failing_at=(0.0, 0.5, 1.0)) == []
 
-    def test_leaves_no_trace_when_it_fails_on_every_stage(self, stage: str, tmp_path: Path) -> None:
+    def test_leaves_no_trace_when_it_fails_on_every_stage(self, traced: str, tmp_path: Path) -> None:
         """The same on every rank of two processes."""
         trial = self.trial(self.first_model(), dropout=True, accumulation=2)
-        assert on_stage(stage, measure_midway, trial.job(stage, tmp_path), (0.5, 1.0)) == []
+        assert on_stage(traced, measure_midway, trial.job(traced, tmp_path), (0.5, 1.0)) == []
 
     def test_measures_the_same_on_every_stage(self, model: str, strategy: str, stage: str) -> None:
         """Two ranks of any stage measure what one process measures."""

@@ -42,8 +42,10 @@ class RegularizerLaws(PluginLaws):
         return Trial(model=model, strategy="full", regularizers=(cls.plugin,), steps=STEPS).but(**changes)
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Add ``checkpointing`` to what a law can ask for."""
+        """Add ``checkpointing``, and ``where``: one process or a stage, to what a law can ask for."""
         super().pytest_generate_tests(metafunc)
+        if "where" in metafunc.fixturenames:
+            metafunc.parametrize("where", [ONE, *(stage for stage in self.stages if self.runs_on(stage))])
         if "checkpointing" in metafunc.fixturenames:
             values = [False, True] if self.entry().cls.supports.activation_checkpointing else [False]
             metafunc.parametrize("checkpointing", values, ids=["plain", "checkpointing"][: len(values)])
@@ -140,17 +142,20 @@ class RegularizerLaws(PluginLaws):
         trial = self.gradients(model, options={"activation_checkpointing": checkpointing})
         assert_same_gradients(trial, stage, self.gradients(model), "ddp" if self.stochastic else ONE)
 
-    def test_same_gradients_accumulated_on_every_stage(self, stage: str, checkpointing: bool) -> None:
-        """The same with four micro-batches on each rank; what looks at whole batches or draws is compared with DDP."""
+    def test_same_gradients_accumulated_everywhere(self, where: str, checkpointing: bool) -> None:
+        """The same with four micro-batches on each rank, and on one process.
+
+        What looks at whole micro-batches is compared with one process that has as many, of the same rows over all ranks;
+        what draws at random, with itself where nothing is sharded or run again.
+        """
         regularizer = self.entry().cls
         assert issubclass(regularizer, Regularizer)
-        as_split = self.stochastic or regularizer.batch_wise
         trial = self.gradients(self.first_model(), batch=16, rows=48, accumulation=4)
         again = trial.but(options={"activation_checkpointing": checkpointing})
-        if as_split:
-            assert_same_gradients(again, stage, trial, "ddp")
+        if self.stochastic:
+            assert_same_gradients(again, where, trial, ONE if where == ONE else "ddp")
         else:
-            assert_same_gradients(again, stage, trial.but(accumulation=1))
+            assert_same_gradients(again, where, trial if regularizer.batch_wise else trial.but(accumulation=1))
 
     @pytest.mark.parametrize("step", KILLED_AFTER)
     def test_resumes_as_if_never_killed(self, model: str, step: int) -> None:

@@ -88,6 +88,8 @@ def everything(trainer: Any) -> dict[str, str]:
     hashes["random"] = _digest(repr(random.getstate()).encode())
     hashes["numpy"] = _digest(repr(np.random.get_state()).encode())
     hashes["torch"] = _hash(torch.get_rng_state())
+    if torch.cuda.is_available():
+        hashes |= {f"torch {number}": _hash(state) for number, state in enumerate(torch.cuda.get_rng_state_all())}
     return hashes
 
 

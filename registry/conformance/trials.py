@@ -228,6 +228,16 @@ def perform(job: Job) -> tuple[list[dict[str, Any]], list[Any] | None]:
         return trainer.state.log_history, answers
 
 
+def held(job: Job, name: str) -> list[tuple[int, int]]:
+    """Train; return of every module's tensor ``name`` how many numbers this rank keeps, and how many it has."""
+    with tiny_process():
+        trainer = job.trainer()
+        trainer.train()
+        found = [getattr(module, name) for module in trainer.model.modules() if hasattr(module, name)]
+        whole = [getattr(tensor, "ds_numel", tensor.numel()) for tensor in found]
+        return [(getattr(tensor, "ds_tensor", tensor).numel(), n) for tensor, n in zip(found, whole, strict=True)]
+
+
 @contextmanager
 def tiny_process() -> Iterator[None]:
     """Inside, a tiny training is quick: one thread, and no garbage collection of what lived before."""

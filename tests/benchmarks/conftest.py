@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
+import signal
+import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -127,3 +131,132 @@ def run(place: Place) -> Callable[..., dict[str, Any] | None]:
         return run_cell(cell, results, inputs, state_of(results, cell, inputs).seal)
 
     return run_one
+
+
+class Forks:
+    """Cells as processes forked from this one, which has everything imported.
+
+    Attributes:
+        note: a file with a line for every cell that ran to its end.
+        body: what such a process does with its description, and ends with; a test may put something else in its place.
+    """
+
+    def __init__(self, note: Path) -> None:
+        self.note = note
+        self.body: Callable[[dict[str, Any]], int] = self.run
+        note.touch()
+
+    def run(self, spec: dict[str, Any]) -> int:
+        """Do what ``tunery bench-cell`` does."""
+        from tunery.benchmarks.cells import from_spec, run_cell
+        from tunery.benchmarks.runner import BUSY, DONE, FAILED
+
+        cell = from_spec(spec["cell"])
+        result = run_cell(cell, Path(spec["folder"]), spec["inputs"], spec["replaces"])
+        if result is None:
+            return BUSY
+        with self.note.open("a", encoding="utf-8") as file:
+            file.write(f"{cell.name}\n")
+        return DONE if result["status"] == "done" else FAILED
+
+    @property
+    def completed(self) -> list[str]:
+        """Names of the cells that ran to their end, as often as they did."""
+        return self.note.read_text(encoding="utf-8").split()
+
+    def queue(self, cells: list[Any], folder: Path) -> list[Any]:
+        """Return what is not done, as ``tunery bench`` finds it."""
+        from tunery.benchmarks.cells import state_of
+        from tunery.benchmarks.inputs import inputs_of
+        from tunery.benchmarks.runner import Job
+        from tunery.registry.loading import load_plugins
+
+        inputs = [inputs_of(cell, load_plugins().catalog) for cell in cells]
+        jobs = [Job(cell, found, state_of(folder, cell, found)) for cell, found in zip(cells, inputs, strict=True)]
+        return [job for job in jobs if job.seen.status != "done"]
+
+    def work(self, cells: list[Any], folder: Path, jobs: int = 1) -> Any:
+        """Run a suite's cells as ``tunery bench`` does."""
+        from tunery.benchmarks.runner import run_jobs
+
+        folder.mkdir(exist_ok=True)
+        return run_jobs(self.queue(cells, folder), folder, jobs, lambda *_: None)
+
+    def worker(self, cells: list[Any], folder: Path, jobs: int = 1) -> int:
+        """Start a process that does so, and return its number."""
+        pid = os.fork()
+        if pid == 0:
+            code = 9
+            try:
+                code = len(self.work(cells, folder, jobs).failed)
+            finally:
+                os._exit(code)
+        return pid
+
+
+class Forked:
+    """One of them: what ``subprocess.Popen`` is to the runner."""
+
+    def __init__(self, spec: dict[str, Any], body: Callable[[dict[str, Any]], int]) -> None:
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 9
+            try:
+                os.setpgid(0, 0)
+                sink = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(sink, 1)
+                os.dup2(sink, 2)
+                code = body(spec)
+            finally:
+                os._exit(code)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        deadline = time.monotonic() + timeout
+        while self.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("cell", timeout)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+_warm: list[Any] = []
+
+
+@pytest.fixture
+def forked(place: Place, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Forks]:
+    """Let runners fork instead of starting interpreters."""
+    from tunery.benchmarks import runner
+
+    if not _warm:  # everything lazy is imported once
+        _warm.append(run(place.cells()[0], place.folder / "warm-up"))
+    forks = Forks(place.folder / "completed")
+    gc.collect()
+    gc.freeze()
+
+    def start(job: Any, folder: Path) -> Any:
+        spec = {
+            "cell": runner.as_spec(job.cell),
+            "folder": str(folder),
+            "inputs": job.inputs,
+            "replaces": job.seen.seal,
+        }
+        log = runner.log_path(folder, job.cell).open("w", encoding="utf-8")
+        return runner._Running(job, Forked(json.loads(json.dumps(spec)), forks.body), log)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(runner, "_start", start)
+    monkeypatch.setattr(runner, "_RECHECK_SECONDS", 0.2)
+    yield forks
+    gc.unfreeze()

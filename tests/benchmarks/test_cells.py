@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
-import shutil
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from tunery.benchmarks.cells import result_path, state_of
-from tunery.benchmarks.inputs import differences, inputs_of
-from tunery.benchmarks.results import read_cell
-from tunery.registry.errors import DataError, TuneryError
+from tunery.benchmarks.inputs import inputs_of
+from tunery.benchmarks.measuring import measure
+from tunery.benchmarks.results import read_cell, read_results
 from tunery.registry.loading import load_plugins
 
 Run = Callable[..., Any]
@@ -42,9 +44,10 @@ def test_result(place: Any, run: Run):
     ]
 
 
-def test_same_bits_every_time(place: Any, run: Run):
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_same_bits_every_time(method: str, place: Any, run: Run):
     """Alone, after another cell in between, in another folder: the same metrics, curve and training loss."""
-    cell, other = place.cells()[0], place.cells()[1]
+    cell, other = place.cells(methods={method: {"strategy": method}, "head": {"strategy": "head"}})[:2]
     results = []
     for name in ("once", "again"):
         result = run(cell, place.folder / name)
@@ -56,6 +59,25 @@ def test_same_bits_every_time(place: Any, run: Run):
 def test_seeds_differ(place: Any, run: Run):
     first, second = (run(cell) for cell in place.cells() if cell.name.startswith("first--full"))
     assert first["metrics"]["loss"] != second["metrics"]["loss"]
+
+
+def test_adapters_start_from_their_seed(place: Any):
+    """Each seed draws an A of its own, and the same one every time."""
+    still = {**place.content()["defaults"], "learning_rate": 0.0, "max_steps": 1}
+    cells = place.cells(defaults=still, methods={"lora": {"strategy": "lora:r=2"}}, seeds=2)[:2]
+    drawn = []
+    for number, cell in enumerate([*cells, cells[0]]):
+        folder = place.folder / str(number)
+        folder.mkdir()
+        measure(cell, folder)
+        weights = load_file(folder / "run" / "adapter_model.safetensors")
+        drawn.append({name: value for name, value in weights.items() if "lora_A" in name})
+    assert [cell.seed for cell in cells] == [0, 1]
+    for name, value in drawn[0].items():
+        assert value.any()
+        assert value.equal(drawn[2][name])
+        assert not value.equal(drawn[1][name])
+    assert len(drawn[0]) == 4  # query and value of two layers
 
 
 def test_done_is_not_done_again(place: Any, run: Run):
@@ -71,74 +93,23 @@ def test_done_is_not_done_again(place: Any, run: Run):
     assert result_path(folder, cell).read_bytes() == before
 
 
-def test_stale_and_why(place: Any, run: Run):
-    """A changed key, a changed row and a changed model are each named."""
-    cell = place.cells()[0]
-    run(cell)
-    folder, catalog = place.folder / "results", load_plugins().catalog
-    changed = dataclasses.replace(cell, recipe={**cell.recipe, "learning_rate": 0.5, "max_grad_norm": 2.0})
-    state = state_of(folder, changed, inputs_of(changed, catalog))
-    assert (state.status, state.why) == (
-        "stale",
-        "recipe.learning_rate: 0.01 -> 0.5, recipe.max_grad_norm: nothing -> 2.0",
-    )
-    data = place.folder / "data" / "first"
-    data.mkdir(parents=True)
-    for split in ("train", "validation"):
-        (data / f"{split}.jsonl").write_bytes((place.data / "first" / f"{split}.jsonl").read_bytes())
-    moved = dataclasses.replace(cell, data_dir=str(data.parent))
-    assert state_of(folder, moved, inputs_of(moved, catalog)).status == "done"
-    with (data / "train.jsonl").open("a", encoding="utf-8") as file:
-        file.write('{"text": "a b", "label": "yes"}\n')
-    state = state_of(folder, moved, inputs_of(moved, catalog))
-    assert state.status == "stale"
-    assert state.why.startswith("data.train.jsonl: ")
+def test_cells_share_features(place: Any, run: Run, monkeypatch: pytest.MonkeyPatch):
+    """What a frozen encoder says of a row is filed once for all seeds, scored rows included, and makes no cell stale."""
+    from tunery.plugins.feature_cache import _Store
 
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"tasks": "first"}, "tasks='first': Input should be a valid list"),
-        ({"tasks": ["first"]}, r"tasks=\['first'\]: Input should be a valid dictionary"),
-        ({"dataset_name": 5}, "dataset_name=5: Input should be a valid string"),
-        ({"tasks": [{"name": "t", "train_file": 5}]}, "train_file=5: Input should be a valid string"),
-        ({"tasks": [{"train_fil": "t.jsonl"}]}, "no key 'train_fil'"),
-    ],
-)
-def test_data_that_are_none(place: Any, keys: dict[str, Any], message: str):
-    """Where a suite names no file or dataset, it is told before the first cell begins."""
-    cell = place.cells(tasks={"t": keys})[0]
-    with pytest.raises(DataError, match=message):
-        inputs_of(cell, load_plugins().catalog)
-
-
-def test_every_file_of_a_model_counts(place: Any):
-    """A tokenizer's own format, and weights that are no safetensors, make a cell stale like the others."""
-    folder, catalog = place.folder / "model", load_plugins().catalog
-    shutil.copytree(place.base, folder)
-    cell = place.cells(defaults={**place.content()["defaults"], "model_name_or_path": str(folder)})[0]
-    seen = {inputs_of(cell, catalog)["model"]}
-    for name in ("spiece.model", "pytorch_model.bin", "merges.txt", "tokenizer.json", "model.safetensors"):
-        (folder / name).write_bytes(b"other")
-        seen.add(inputs_of(cell, catalog)["model"])
-    assert len(seen) == 6
-
-
-def test_the_servers_own_rows_count(place: Any):
-    """A federated cell is stale when a file of the server's data changes, be it named itself or by its folder."""
-    catalog = load_plugins().catalog
-    data = place.folder / "server"
-    (data / "inner").mkdir(parents=True)
-    rows = data / "inner" / "train.jsonl"
-    for source in (data, rows):
-        rows.write_text('{"text": "a"}\n', encoding="utf-8")
-        cell = place.cells(command="federate", defaults={"model_name_or_path": "m", "server_data": str(source)})[0]
-        before = inputs_of(cell, catalog)
-        rows.write_text('{"text": "b"}\n', encoding="utf-8")
-        changed = differences(before, inputs_of(cell, catalog))
-        assert [text.split(": ")[0] for text in changed] == ["data.server_data"]
-    cell = place.cells(command="federate", defaults={"model_name_or_path": "m", "server_data": "wikimedia/wiki"})[0]
-    assert inputs_of(cell, catalog)["data"]["server_data"] == "wikimedia/wiki"
+    methods = {"head": {"strategy": {"name": "head", "cache_dir": "{cache_dir}"}}}
+    tasks = {"first": {"data_files": "{data_dir}/first", "max_steps": 9}}  # an epoch
+    filed = []
+    for cell in place.cells(methods=methods, tasks=tasks):
+        monkeypatch.setattr(_Store, "recent", None)  # a cell is a process
+        result = run(cell)
+        gc.collect()
+        filed.append(sorted((place.folder / "results" / ".work" / "cache").rglob("*.safetensors")))
+        assert (result["status"], result["run_info"]["strategy"]) == ("done", "head")
+    assert filed[0] and filed[0] == filed[1]
+    assert sum(len(load_file(path)["keys"]) for path in filed[0]) == 60  # 36 to train on, 4 to choose by, 20 to score
+    plain = place.cells(methods={"head": {"strategy": "head"}}, tasks=tasks)[1]
+    assert state_of(place.folder / "results", plain, inputs_of(plain, load_plugins().catalog)).status == "done"
 
 
 def test_damaged_result_is_moved_aside(place: Any, run: Run):
@@ -167,19 +138,25 @@ def test_failure_is_recorded(place: Any, run: Run):
     assert run(cell) is not None
 
 
-@pytest.mark.parametrize(("metric", "better"), [("mse", min), ("spearman", max)])
-def test_learning_rate_search(metric: str, better: Callable[..., Any], place: Any, run: Run):
-    """The rate with the best validation score is chosen, and the result is that of a run with it alone."""
+@pytest.fixture
+def counting(place: Any) -> Callable[..., Any]:
+    """Make a cell that learns to count letters and searches for its learning rate."""
     for split in ("train", "validation"):
         rows = [json.loads(line) for line in (place.data / "first" / f"{split}.jsonl").read_text().splitlines()]
         numbers = [{"text": row["text"], "label": float(row["text"].count("a"))} for row in rows]
         lines = "".join(f"{json.dumps(row)}\n" for row in numbers)
         (place.folder / f"{split}.jsonl").write_text(lines, encoding="utf-8")
-    cell = place.cells(
+    return lambda metric, rates: place.cells(
         tasks={"count": {"data_files": str(place.folder), "metrics": [metric]}},
-        protocol=["dev_as_test", "learning_rate_search(1e-6, 3e-2)"],
+        protocol=["dev_as_test", f"learning_rate_search({rates})"],
         methods={"full": {"strategy": "full"}},
     )[0]
+
+
+@pytest.mark.parametrize(("metric", "better"), [("mse", min), ("spearman", max)])
+def test_learning_rate_search(metric: str, better: Callable[..., Any], place: Any, counting: Any, run: Run):
+    """The rate with the best validation score is chosen, and the result is that of a run with it alone."""
+    cell = counting(metric, "1e-6, 3e-2")
     found = run(cell)
     assert found["higher_is_better"] == (better is max)
     searched = found["run_info"]["learning_rate_search"]
@@ -191,10 +168,31 @@ def test_learning_rate_search(metric: str, better: Callable[..., Any], place: An
     assert run(alone, place.folder / "alone")["metrics"] == found["metrics"]
 
 
-def test_missing_data_folder_stops_early(place: Any):
-    cell = dataclasses.replace(place.cells()[0], data_dir=None)
-    with pytest.raises(TuneryError, match="--data_dir"):
-        inputs_of(cell, load_plugins().catalog)
+def test_a_rate_that_diverges_is_not_chosen(place: Any, counting: Any, run: Run):
+    """Though it stands first in the grid; the file says ``null`` of it, as strict readers of JSON want it."""
+    cell = counting("mse", "1e30, 1e-3")
+    found = run(cell)
+    assert found["run_info"]["learning_rate_search"]["1e+30"] is None
+    assert found["run_info"]["learning_rate"] == 1e-3
+    assert found["metrics"]["mse"] is not None
+
+    def refuse(word: str) -> None:
+        raise ValueError(word)
+
+    text = result_path(place.folder / "results", cell).read_text()
+    assert json.loads(text, parse_constant=refuse)["run_info"] == found["run_info"]
+
+
+def test_a_model_that_diverges(place: Any, counting: Any, run: Run):
+    """With every rate of a search there is nothing to choose; with the only rate the result is read back as no number."""
+    cell = counting("mse", "1e30, 1e31")
+    assert run(cell)["error"] == "learning_rate_search: the model diverged with every rate; add smaller ones"
+    alone = dataclasses.replace(cell, pieces=("dev_as_test",), recipe={**cell.recipe, "learning_rate": 1e30})
+    run(alone, place.folder / "alone")
+    read = read_cell(result_path(place.folder / "alone", alone))
+    assert math.isnan(read.metrics["mse"])
+    assert math.isnan(read.curve[-1][1])
+    assert (read.status, read.score, read.failed) == ("done", None, True)
 
 
 def test_several_tasks_in_one_run(place: Any, run: Run):
@@ -212,6 +210,15 @@ def test_several_tasks_in_one_run(place: Any, run: Run):
     both = (result["metrics"]["first_accuracy"] + result["metrics"]["second_accuracy"]) / 2
     assert result["metrics"]["mean"] == pytest.approx(both)
     assert result["train_info"]["examples"] == {"train": 72, "validation": 8, "test": 40}
+    alone = {cell.task: cell for cell in read_results(place.folder / "results").cells}
+    assert {cell.run for cell in alone.values()} == {("both", "multi_lora", 0)}
+    for name in ("first", "second"):
+        rows = [json.loads(line)["label"] for line in (place.data / name / "validation.jsonl").read_text().splitlines()]
+        assert alone[name].score == result["metrics"][f"{name}_accuracy"]
+        assert alone[name].majority in [pytest.approx(rows.count(label) / len(rows)) for label in ("yes", "no")]
+        assert [step for step, _ in alone[name].curve] == [2, 4]
+    curves = [[value for _, value in part.curve] for part in alone.values()]
+    assert [sum(pair) / 2 for pair in zip(*curves, strict=True)] == pytest.approx([v for _, v in result["curve"]])
     assert set(result["inputs"]["data"]) == {
         f"{name}/{split}.jsonl" for name in ("first", "second") for split in ("train", "validation")
     }

@@ -10,10 +10,12 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tunery.benchmarks import claims
 from tunery.benchmarks.claims import claim_path, claimed, is_claimed
 
 
@@ -43,6 +45,16 @@ def test_lease_of_another_machine(tmp_path: Path):
     with claimed(tmp_path, "cell", lease=40) as claim:
         assert claim is not None
         assert claim.still_held
+
+
+@pytest.mark.parametrize("wrong", [-1000, 1000])
+def test_a_clock_that_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: float):
+    """A lease is counted by the clock that stamps the files: this machine's may be another."""
+    now = time.time()
+    _foreign(tmp_path, age=50)
+    monkeypatch.setattr(claims, "time", SimpleNamespace(time=lambda: now + wrong, time_ns=time.time_ns))
+    assert is_claimed(tmp_path, "cell", lease=60)
+    assert not is_claimed(tmp_path, "cell", lease=40)
 
 
 def test_heartbeat(tmp_path: Path):

@@ -182,5 +182,5 @@ def _suite_of(folder: Path, text: str) -> Path:
 
 
 def test_cell_fields_are_the_files():
-    """Every key of a file but its format is a field of the dataclass, the hash as ``seal``."""
-    assert set(CellResult.__dataclass_fields__) == set(content()) - {"format"} | {"seal"}
+    """Every key of a file but its format is a field of the dataclass, the hash as ``seal``; ``joint`` is in no file."""
+    assert set(CellResult.__dataclass_fields__) == set(content()) - {"format"} | {"seal", "joint"}

@@ -68,6 +68,11 @@ def test_shipped_suites_can_be_run(name: str, tmp_path: Path):
         ({"seed": 1}, "seed: Extra inputs"),
         ({"methods": {"a--b": {}}}, "method 'a--b' is no name"),
         ({"tasks": {"a/b": {}}}, "task 'a/b' is no name"),
+        ({"tasks": {"average": {}}}, "task 'average' is what the report calls the mean over tasks"),
+        (
+            {"tasks": {"both": {"tasks": [{"name": "a"}, {"name": "average"}]}}},
+            "task 'average' is what the report calls",
+        ),
         ({"defaults": {"learning_rat": 1}}, "no key 'learning_rat'.*did you mean 'learning_rate'"),
         ({"overrides": [{"keys": {"nothing": 1}}]}, "no key 'nothing'"),
         ({"tasks": {"t": {"protocol": 5}}}, "protocol 5 is no list of pieces"),
@@ -78,9 +83,19 @@ def test_refused(place: Any, changes: dict[str, Any], message: str):
         read_suite(str(place.suite(**changes)))
 
 
+def test_rounds_search_no_learning_rate(place: Any):
+    """A search that would not take place is refused, of the suite or of one method."""
+    search = ["learning_rate_search(1e-3, 1e-2)"]
+    for changes in ({"protocol": search}, {"methods": {"m": {"protocol": search}}}):
+        with pytest.raises(RecipeError, match="learning_rate_search is of command: train; in suite tiny"):
+            place.cells(command="federate", **changes)
+
+
 def test_unknown_suite():
     with pytest.raises(RecipeError, match=r"no suite 'smok'.*did you mean 'smoke'"):
         read_suite("smok")
+    with pytest.raises(RecipeError, match=r"no suite 'overtraining_figure2'.* recipes of tunery sensitivity"):
+        read_suite("overtraining_figure2")
 
 
 def test_selecting_cells(place: Any):
@@ -156,3 +171,19 @@ def test_cells_can_be_skipped():
     assert "glue--multi_lora" in names
     assert "rte--lora" in names
     assert not names & {"glue--lora", "glue--fine_tune", "rte--multi_lora"}
+
+
+def test_the_local_suite_of_several_tasks():
+    """Multi-LoRA on eight tasks at once; each of them alone is the same data, metric and share of a batch, by two methods."""
+    cells = {cell.name.rpartition("--")[0]: cell.keys for cell in read_suite("multi_lora_local").cells({}, "/data")}
+    joint = cells.pop("eight--multi_lora")
+    names = [task["name"] for task in joint["tasks"]]
+    assert names == ["cola", "sst2", "mrpc", "rte", "qnli", "stsb", "wnli", "trec"]
+    assert cells.keys() == {f"{name}--{method}" for name in names for method in ("lora", "fine_tune")}
+    for task in joint["tasks"]:
+        data = {key: value for key, value in task.items() if key != "name"}
+        alone = cells[f"{task['name']}--lora"]
+        assert data.items() <= alone.items()
+        assert all("{data_dir}" not in str(value) for value in data.values())
+        assert joint["per_device_train_batch_size"] == 8 * alone["per_device_train_batch_size"]
+        assert alone["learning_rate"] == joint["learning_rate"] != cells[f"{task['name']}--fine_tune"]["learning_rate"]

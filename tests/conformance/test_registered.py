@@ -6,6 +6,7 @@ import json
 
 from tunery.registry.conformance import JointStrategyLaws, PluginLaws, ProbeLaws, RegularizerLaws, StrategyLaws
 from tunery.registry.conformance.models import VOCABULARY, workspace
+from tunery.registry.conformance.workers import STAGES
 from tunery.registry.loading import load_plugins
 
 WIDE = (*PluginLaws.models, "gpt2_causal_lm", "vit_classifier")  # tied weights, Conv1D, images
@@ -116,6 +117,7 @@ class TestInterpolation(ProbeLaws):
     plugin = "interpolation:lambdas=[-0.2,0.5]"
     models = ("bert_classifier",)
     stages = ("ddp", "zero2")
+    traced_stages = ("ddp", "zero1", "zero2")  # on ZeRO-3 by differences, below
     strategies = ("full",)
 
 
@@ -123,18 +125,29 @@ class TestInterpolationByDifferences(ProbeLaws):
     plugin = "interpolation:direction=fine_tuning,lambdas=[-1.0,0.5],method=finite_difference"
     models = ("llama_causal_lm",)
     stages = ("zero3",)
+    traced_stages = ("zero3",)
     strategies = ("full",)
 
 
 class TestHessian(ProbeLaws):
     plugin = "hessian:draws=2,iterations=1"
     stages = ("ddp", "zero2")
+    traced_stages = ("ddp", "zero1", "zero2")  # on ZeRO-3 by differences, below
 
 
 class TestHessianByDifferences(ProbeLaws):
     plugin = "hessian:draws=2,iterations=1,method=finite_difference,step=0.05"  # a short one is rounded
     models = ("bert_classifier",)
     stages = ("zero3",)
+    traced_stages = ("zero3",)
+    strategies = ("full",)
+
+
+class TestHessianForward(ProbeLaws):
+    plugin = "hessian:draws=2,method=forward,step=0.5"  # a short one is rounded
+    models = ("bert_classifier",)
+    stages = FEWER
+    traced_stages = FEWER
     strategies = ("full",)
 
 
@@ -218,8 +231,8 @@ def replayed_text() -> str:
 
 
 class TestReplay(RegularizerLaws):
-    plugin = f"replay:data={replayed_text()},share=0.3,length=10"
-    models = ("llama_causal_lm", "gpt2_causal_lm")
+    plugin = f"replay:data={replayed_text()},share=0.3,length=10,mask_token_id=1"
+    models = ("llama_causal_lm", "bert_masked_lm")
 
 
 def test_every_plugin_is_tried() -> None:
@@ -231,6 +244,16 @@ def test_every_plugin_is_tried() -> None:
     }
     ours = {(entry.kind, entry.name) for entry in load_plugins().catalog if entry.origin.distribution == "tunery"}
     assert ours - tried == set()
+
+
+def test_every_probe_is_seen_to_leave_no_trace_on_every_stage() -> None:
+    """On all that it supports, whichever of its classes above that is in."""
+    probes = [laws for laws in globals().values() if isinstance(laws, type) and issubclass(laws, ProbeLaws)]
+    for tried in (laws for laws in probes if hasattr(laws, "plugin")):
+        name = tried.selection().name
+        same = [laws for laws in probes if hasattr(laws, "plugin") and laws.selection().name == name]
+        traced = {stage for laws in same for stage in laws.traced_stages}
+        assert {stage for stage in STAGES if tried.runs_on(stage)} <= traced, name
 
 
 def test_strategies_of_several_tasks_are_tried_with_several() -> None:

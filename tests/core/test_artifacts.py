@@ -49,8 +49,11 @@ STRATEGIES = {
     "peft": "peft:peft_type=IA3",
     "peft_merged": "peft:peft_type=IA3",
     "prompt": "peft:peft_type=PROMPT_TUNING,num_virtual_tokens=2",
+    "multi_lora": "multi_lora:r=2",
+    "multi_lora_merged": "multi_lora:r=2",
 }
-ADAPTERS = {"lora", "peft", "prompt"}
+ADAPTERS = {"lora", "peft", "prompt", "multi_lora"}
+OTHER = Task(name="other", kind=TaskKind.CLASSIFICATION, label_names=("a", "b", "c"), metrics=("accuracy",))
 TEXTS = ["a b c d", "e f", "l k j i h g"]
 
 # Loads every export the way its documentation says, in a process where tunery cannot be imported.
@@ -93,7 +96,12 @@ def exports(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Exports:
     for strategy in dict.fromkeys(STRATEGIES.values()):
         trained(tiny, strategy, root / strategy, tokenizer, live)
     folders = {
-        name: export_run(root / strategy, root / "out" / name, merge=name.endswith("_merged"))
+        name: export_run(
+            root / strategy,
+            root / "out" / name,
+            merge=name.endswith("_merged"),
+            task=TASK.name if name.startswith("multi_lora") else None,
+        )
         for name, strategy in STRATEGIES.items()
     }
     where = {name: (str(folder), name in ADAPTERS) for name, folder in folders.items()}
@@ -108,7 +116,8 @@ def exports(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Exports:
 
 
 def trained(tiny: Any, strategy: str, folder: Path, tokenizer: Any, live: dict[str, Any]) -> None:
-    """Train five steps, save, and keep the logits of the model in memory."""
+    """Train five steps, save, and keep the logits of the model in memory; one of several tasks is the second."""
+    several = strategy.startswith("multi_lora")
     args = tunery.TrainingArguments(
         output_dir=str(folder),
         strategy=strategy,
@@ -121,16 +130,20 @@ def trained(tiny: Any, strategy: str, folder: Path, tokenizer: Any, live: dict[s
         dataloader_pin_memory=False,
     )
     rows = [{**tokenizer(text), "labels": int(text == TEXTS[0])} for text in TEXTS * 4]
+    if several:
+        rows = [{**row, "task_ids": number % 2} for number, row in enumerate(rows)]
     set_seed(0)
     model = load_model(str(tiny.base), TASK)
     trainer = tunery.Trainer(
         model=model,
         args=args,
-        task=TASK,
+        task=[OTHER, TASK] if several else TASK,
         base_model=str(tiny.base),
         train_dataset=rows,
         processing_class=tokenizer,
     )
+    if several:
+        trainer.model.base_model.set_task(TASK.name)
     start = logits_of(trainer.model, tokenizer)
     trainer.train()
     trainer.save_model()

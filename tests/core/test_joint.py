@@ -1,9 +1,40 @@
-"""One task of several alone."""
+"""Several tasks in one batch, and one of them alone."""
 
 from __future__ import annotations
 
-from tunery.core.joint import best_alone
-from tunery.registry.context import Task, TaskKind
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from tunery.core.joint import best_alone, check_joint
+from tunery.registry.context import RunContext, Task, TaskKind
+from tunery.registry.errors import CompatibilityError
+
+
+@pytest.mark.parametrize(("stage", "tasks"), [(0, 2), (2, 2), (2, 1)])
+def test_what_deepspeed_does_to_several_tasks(stage: int, tasks: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Its clipping of all tasks as one is refused, and that it moves tasks without rows is said once; elsewhere neither."""
+    run = RunContext(
+        tasks=tuple(Task(name=f"t{number}", kind=TaskKind.CAUSAL_LM) for number in range(tasks)),
+        seed=0,
+        sharding=SimpleNamespace(zero_stage=stage),
+        pretrained_parameters=frozenset(),
+        logger=logging.getLogger("tunery"),
+        find_anatomy=lambda model: None,
+    )
+    told = stage > 0 and tasks > 1
+    clipping = SimpleNamespace(max_grad_norm=1.0, label_smoothing_factor=0)
+    if told:
+        with pytest.raises(CompatibilityError, match=r"max_grad_norm=1.0 with 2 tasks .* clips all tasks as one; set"):
+            check_joint(run, clipping)
+    else:
+        check_joint(run, clipping)
+    assert not caplog.messages
+    check_joint(run, SimpleNamespace(max_grad_norm=0, label_smoothing_factor=0))
+    assert ["a task without rows in a step still takes the optimizer's momentum" in m for m in caplog.messages] == (
+        [True] if told else []
+    )
 
 
 def test_best_metric_of_a_task_alone() -> None:

@@ -256,4 +256,5 @@ def test_plugin_fields_come_from_one_class():
         "regularizers",
         "probes",
         "probe_moments",
+        "dropout",
     ]

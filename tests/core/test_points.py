@@ -70,6 +70,17 @@ def test_every_weight_file_tells_weights_apart(tmp_path: Path):
     assert Point(reference=str(tmp_path)).weights() != before
 
 
+def test_an_adapter_on_other_weights_is_another_model(tmp_path: Path):
+    """The manifest of a run has the fingerprint of its base model; a damaged one has none."""
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"adapter")
+    found = []
+    for content in ('{"base_model": {"fingerprint": "a"}}', '{"base_model": {"fingerprint": "b"}}', "{"):
+        (tmp_path / "tunery.json").write_text(content, encoding="utf-8")
+        found.append(Point(reference=str(tmp_path)).weights())
+    assert [one.pop("base model", None) for one in found] == ["a", "b", None]
+    assert found[0] == found[1] == found[2] != {}
+
+
 def test_one_model_twice_is_one_point():
     """A pattern may well meet a folder that is named."""
     assert len(find_points(["a", "a"])) == 1

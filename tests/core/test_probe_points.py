@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,16 +98,53 @@ def test_finished_points_stay_and_changed_ones_say_why(checkpoints: str, tmp_pat
     assert json.loads(kept.read_text())["measurements"]
 
 
-def test_one_that_fails_does_not_stop_the_others(checkpoints: str, tmp_path: Path, tiny: Any, cli: Cli):
-    """It is reported in one line, the others are in the table, and the exit code tells."""
-    broken = tmp_path / "out/run/checkpoint-5/model.safetensors"
-    broken.write_bytes(broken.read_bytes()[:-8])
+def cut(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+
+
+def write_wrong_type(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "hidden_size": "wide"}))
+
+
+def make_plain(folder: Path) -> None:
+    (folder / "tunery.json").unlink()
+
+
+def damage_pickle(folder: Path) -> None:
+    make_plain(folder)
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"garbage" * 50)
+
+
+def damage_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{", encoding="utf-8")  # its reader raises a bare Exception
+
+
+@pytest.mark.parametrize(
+    ("breaks", "says"),
+    [
+        ((cut,), "bytes instead of"),
+        ((write_wrong_type,), "Validation error for field 'hidden_size': TypeError: Field"),
+        ((make_plain, write_wrong_type), "cannot load model"),
+        ((damage_pickle,), "cannot load model"),
+        ((damage_tokenizer,), "cannot read"),
+    ],
+)
+def test_one_that_fails_does_not_stop_the_others(
+    breaks: Sequence[Callable[[Path], None]], says: str, checkpoints: str, tmp_path: Path, cli: Cli
+):
+    """Whatever is wrong with it, it is reported in one line, the others are in the table, and the exit code tells."""
+    broken = tmp_path / "out/run/checkpoint-5"
+    for harm in breaks:
+        harm(broken)
     code, out, err = cli("probe", "shaken", "--runs", checkpoints, "--output_dir", tmp_path / "kept")
     assert code == 1
-    assert len(err.splitlines()) == 1 and "checkpoint-5: " in err and "bytes instead of" in err
+    assert len(err.splitlines()) == 1 and "checkpoint-5: " in err and says in err
     assert "checkpoint-10" in out
     results = json.loads((tmp_path / "kept" / RESULTS).read_text())
-    assert list(results["failed"]) == [str(broken.parent)]
+    assert list(results["failed"]) == [str(broken)]
     assert len(results["table"]) == 1
 
 

@@ -110,3 +110,29 @@ def test_local_recipe_trains(tiny, tmp_path: Path):
     known = {"mrpc_accuracy", "mrpc_f1", "rte_accuracy", "mean"}
     assert known <= result["metrics"].keys()
     assert known <= result["baselines"]["head"]["metrics"].keys()
+
+
+def test_local_nlg_recipe_writes_and_is_scored(tiny, tmp_path: Path):
+    """The NLG recipe on a small GPT-2 and files, by flags alone: each task completes its prompts and has its BLEU."""
+    from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+    from tunery.core.run import train
+
+    base, folder = tmp_path / "base", tmp_path / "files"
+    sizes = {"vocab_size": 16, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}
+    GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=2, eos_token_id=3)).save_pretrained(base)
+    AutoTokenizer.from_pretrained(tiny.base).save_pretrained(base)
+    folder.mkdir()
+    rows = [{"meaning_representation": text, "human_reference": "c d e f"} for text in ("a b", "b a")]
+    for split in ("train", "validation", "test"):
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    flags = ["--model_name_or_path", str(base), "--output_dir", str(tmp_path / "run")]
+    flags += ["--tasks", f"e2e:data_files={folder}", f"dart:data_files={folder},metrics=[chrf]"]
+    quick = (
+        "--max_steps 1 --max_length 16 --num_beams 2 --max_new_tokens 4 --report_to none --use_cpu --save_strategy no"
+    )
+    result = train(read_options(NLG, flags + quick.split()))
+    assert {"e2e_bleu", "e2e_test_chrf", "e2e_perplexity", "dart_chrf", "mean"} <= result["metrics"].keys()
+    written = (tmp_path / "run" / "predictions.jsonl").read_text(encoding="utf-8").splitlines()
+    asked = [(row["task"], row["prompt"]) for row in map(json.loads, written) if row["split"] == "validation"]
+    assert asked == [("e2e", "a b"), ("e2e", "b a"), ("dart", "a b"), ("dart", "b a")]

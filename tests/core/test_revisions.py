@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ import torch
 from peft import AutoPeftModelForSequenceClassification
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertForPreTraining
 
+from tunery.benchmarks.inputs import differences
+from tunery.benchmarks.sensitivity.cells import Study
+from tunery.benchmarks.sensitivity.plan import make_plan
 from tunery.core.artifacts import read_manifest
 from tunery.core.context import infer_task, make_context
 from tunery.core.finished import _Bare, export_run, load_run
@@ -20,6 +24,10 @@ from tunery.core.models import commit_of
 from tunery.core.options import build_options
 from tunery.core.run import train
 from tunery.plugins.strategies.surt import Surt
+from tunery.registry.catalog import Origin
+from tunery.registry.context import Measurement, Subject
+from tunery.registry.contracts import Probe
+from tunery.registry.loading import load_plugins
 
 # PEFT asks the hub itself, which cannot be reached, whether the vocabulary has changed.
 pytestmark = pytest.mark.filterwarnings("ignore:Could not find a config file")
@@ -82,6 +90,61 @@ def test_a_fully_tuned_run_knows_where_it_began(hub: Path, tiny: Any, tmp_path: 
     torch.testing.assert_close(
         found.float().cpu(), start.bert.embeddings.word_embeddings.weight.data.reshape(found.shape)
     )
+
+
+class Size(Probe):
+    """The size of the word embeddings, which tells the two revisions apart."""
+
+    name = "size"
+    summary = "a probe for tests"
+    reference = "none"
+
+    def measure(self, subject: Subject) -> Iterable[Measurement]:
+        yield Measurement(name="size", value=subject.model.get_input_embeddings().weight.norm().item())
+
+
+@pytest.fixture
+def size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offer the probe as an installed distribution would."""
+    catalog = load_plugins().catalog
+    monkeypatch.setattr(catalog, "entries", dict(catalog.entries))
+    catalog.add(Size, Origin(distribution="size", version="1.0", module="size"))
+
+
+def test_revisions_are_probed_as_what_they_are_now(
+    hub: Path, size: None, tmp_path: Path, cli: Callable[..., Any]
+) -> None:
+    """Each is its own model; a branch that has moved is measured anew, one that has not is not."""
+    call = ("probe", "size", "--model", NAME, "--revisions", "main,second", "--output_dir", tmp_path / "kept")
+    code, out, err = cli(*call, "--json")
+    assert (code, err) == (0, "")
+    first, second = (json.loads(line)["value"] for line in out.splitlines())
+    assert second == pytest.approx(2 * first)
+    (hub / "models--someone--tiny" / "refs" / "main").write_text(COMMITS["second"], encoding="utf-8")
+    code, out, err = cli(*call, "--json")
+    assert [json.loads(line)["value"] for line in out.splitlines()] == [second, second]
+    assert err.splitlines() == [
+        f"tunery: {NAME}@main: measured anew: another weights",
+        f"tunery: {NAME}@second: measured before",
+    ]
+
+
+def test_a_sensitivity_study_knows_the_commit(hub: Path, tiny: Any, tmp_path: Path) -> None:
+    """A cell of a branch that has moved has other inputs."""
+    (tmp_path / "text.jsonl").write_text('{"text": "a b c"}\n' * 4, encoding="utf-8")
+    text = {"validation_file": str(tmp_path / "text.jsonl")}
+    content = {
+        "name": "hub",
+        "models": [NAME],
+        "learning_rates": [1e-3],
+        "in_domain": {"train_file": text["validation_file"]},
+    }
+    plan = make_plan({**content, "out_of_domain": text})
+    (cell, *_), found = plan.cells(plan.points()), []
+    for commit in COMMITS.values():
+        (hub / "models--someone--tiny" / "refs" / "main").write_text(commit, encoding="utf-8")
+        found.append(Study(plan, tmp_path).inputs(cell))
+    assert differences(*found) == [f'model.commit: "{COMMITS["main"][:36]}... -> "{COMMITS["second"][:36]}...']
 
 
 def test_surt_re_trains_with_the_head_of_that_commit(hub: Path) -> None:

@@ -392,6 +392,8 @@ def test_tasks_of_a_run_are_listed_exported_and_renamed(
     assert "length" in cli("tasks", "list", folder).out
     assert cli("tasks", "keep", folder, "--task", "length=size", "--output_dir", tmp_path / "kept").code == 0
     assert [task.name for task in load_run(tmp_path / "kept").run.tasks] == ["size"]
+    twice = cli("tasks", "keep", folder, "--task", "yes=x", "--task", "yes=y", "--output_dir", tmp_path / "twice")
+    assert (twice.code, "--task 'yes' twice" in twice.err, (tmp_path / "twice").exists()) == (2, True, False)
     refused = cli("export", folder, "--output_dir", tmp_path / "out")
     assert refused.code == 2
     assert "--task" in refused.err

@@ -201,7 +201,8 @@ def test_rows_and_the_single_number(llama: Any):
     rows: Any = MODELS["llama_causal_lm"].rows(6)
     found = probe_model(llama, "gaussian:gammas=[0.5,0.1],draws=2,seed=5", rows, task=LANGUAGE)
     assert found == probe_model(llama, "gaussian:gammas=[0.5,0.1],draws=2,seed=5", rows, task=LANGUAGE)
-    *points, sensitivity = found
+    *measured, sensitivity = found
+    points = [m for m in measured if "draw" in m.where]
     assert {m.name for m in points} == {"loss", "perplexity"}
     value = {(m.name, m.where["gamma"], m.where["draw"]): m.value for m in points}
     assert len(value) == len(points)
@@ -217,6 +218,12 @@ def test_rows_and_the_single_number(llama: Any):
     assert rises[0] != rises[1]
     assert (sensitivity.name, sensitivity.where) == ("sensitivity", {})
     assert sensitivity.value == pytest.approx(sum(rises) / 2)
+    changes = {(m.name, m.where["gamma"]): m.value for m in measured if "draw" not in m.where}
+    assert len(changes) == len(measured) - len(points) == 4
+    for (name, gamma), change in changes.items():
+        metric = name.removesuffix("_change")
+        mean = (value[metric, gamma, 0] + value[metric, gamma, 1]) / 2
+        assert change == pytest.approx(mean - value[metric, 0.0, 0])
 
 
 def test_classifiers_keep_their_own_metrics():
@@ -225,8 +232,27 @@ def test_classifiers_keep_their_own_metrics():
     model = tiny.load(base_model("bert_classifier", False))
     task = Task(name="t", kind=TaskKind.CLASSIFICATION, label_names=("a", "b", "c"), metrics=("accuracy",))
     found = probe_model(model, "gaussian:gammas=[0.5],draws=1", tiny.rows(6), task=task)
-    assert {m.name for m in found} == {"loss", "accuracy", "sensitivity"}
+    assert {m.name for m in found} == {"loss", "accuracy", "loss_change", "accuracy_change", "sensitivity"}
+    before, after = (m.value for m in found if m.name == "accuracy")
+    assert next(m.value for m in found if m.name == "accuracy_change") == after - before != 0
     assert found[-1].unit == "nat"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "lost"), [(torch.bfloat16, "0.0039"), (torch.float16, "0.00049"), (torch.float32, "")]
+)
+def test_weights_that_round_noise_off_are_named(dtype: torch.dtype, lost: str, caplog: pytest.LogCaptureFixture):
+    """Once, with the share of a weight that is lost; nothing of float32."""
+    subject = subject_of(FRESH["gpt2"]().to(dtype), LANGUAGE)
+    gaussian_stds(subject, "init", "gaussian")
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == bool(lost)
+    assert all(f"{dtype} weights round off noise below {lost} of a weight" in line for line in said)
+    if lost:
+        weight = torch.ones(1, dtype=dtype)
+        assert torch.equal(weight + 0.9 * float(lost), weight) and not torch.equal(
+            weight + 1.1 * 2 * float(lost), weight
+        )
 
 
 def test_what_cannot_be_probed_is_refused_in_a_line(llama: Any):

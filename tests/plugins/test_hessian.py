@@ -156,6 +156,25 @@ def test_forward_only_is_proposition_d1():
     assert not any(m.name == "top_eigenvalue" for m in found)
 
 
+@pytest.mark.parametrize(
+    ("zero_stage", "attention", "method"),
+    [
+        (0, "sdpa", "exact"),
+        (2, "eager", "exact"),
+        (3, "sdpa", "finite_difference"),
+        (0, "flash_attention_2", "finite_difference"),
+        (2, "kernels-community/vllm-flash-attn3", "finite_difference"),
+    ],
+)
+def test_auto_differentiates_twice_where_that_can_be_done(zero_stage: int, attention: str, method: str):
+    """Not under ZeRO-3, nor through a fused kernel that has no second derivative; the rows say how it was."""
+    subject = quadratic()
+    subject.model.config = SimpleNamespace(_attn_implementation=attention)
+    subject.run.sharding.zero_stage = zero_stage
+    found = measured(subject, draws=2, iterations=0)
+    assert {m.where["method"] for m in found if m.where} == {method}
+
+
 def test_how_rows_are_batched_does_not_matter():
     """Batches of five and two rows give what one of seven gives."""
     batch = rows()

@@ -13,6 +13,7 @@ from tunery.core.sharding import ModelSharding
 from tunery.core.updates import Updates
 from tunery.plugins.regularizers import l2_sp
 from tunery.plugins.regularizers.l2_sp import L2SP
+from tunery.registry.conformance.gradients import gradients
 from tunery.registry.conformance.models import MODELS, base_model
 from tunery.registry.conformance.trials import ONE, Trial
 from tunery.registry.conformance.workers import STAGES
@@ -116,6 +117,21 @@ def test_decoupled_pull_is_priorwd(stage):
     for name, parameter in model.named_parameters():
         moved, expected = found[name] - start[name], parameter.detach() - start[name]
         torch.testing.assert_close(moved, expected, rtol=1e-3, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("form", NORMALISERS)
+@pytest.mark.parametrize("stage", [ONE, "zero3"])
+def test_scope_of_weights_leaves_out_biases_and_norms(form, stage):
+    """The formula over parameters of two dimensions: what the second step logs is that of the first step's weights."""
+    plugin = f"l2_sp:alpha={ALPHA},beta={BETA},form={form},scope=weights"
+    trial = gradients(Trial(strategy="full", regularizers=(plugin,), steps=1))
+    start = MODELS[trial.model].load(base_model(trial.model, trial.dropout)).state_dict()
+    after = {name: value.double() for name, value in trial.run(stage).weights.items() if value.dim() > 1}
+    new = after.pop("classifier.weight")
+    old = torch.cat([(value - start[name]).flatten() for name, value in after.items()])
+    first, second = (1 / old.numel(), 1 / new.numel()) if form == "mean" else NORMALISERS[form]
+    expected = ALPHA * first * old.square().sum() + BETA * second * new.square().sum()
+    assert trial.but(steps=2).run(stage).logged("loss/l2_sp")[1] == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_decoupled_pull_is_weighed_and_adds_no_loss():

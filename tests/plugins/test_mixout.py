@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from transformers.pytorch_utils import Conv1D
 from tunery.core.recipe import choose
 from tunery.core.sharding import ModelSharding
 from tunery.plugins.regularizers.mixout import MixOut
+from tunery.registry.conformance.trials import Trial, held
+from tunery.registry.conformance.workers import STAGES, on_stage
 from tunery.registry.context import RunContext, Task, TaskKind
 from tunery.registry.errors import CompatibilityError, ConfigError
 
@@ -241,6 +244,16 @@ def test_files_know_nothing_of_it() -> None:
     assert torch.equal(state["0.weight"], model[0].weight)
     model.load_state_dict(state)
     nn.Sequential(nn.Linear(8, 5)).load_state_dict(state)
+
+
+@pytest.mark.skipif("zero3" not in STAGES, reason="needs DeepSpeed")
+@pytest.mark.parametrize("arguments_first", [True, False])
+def test_target_is_sharded_with_its_layer(arguments_first: bool, tmp_path: Path) -> None:
+    """Under ZeRO-3 a rank of two keeps half of each pre-trained weight, whenever the model itself was sharded."""
+    trial = Trial(strategy="full", regularizers=("mixout",), steps=1, arguments_first=arguments_first)
+    found = on_stage("zero3", held, trial.job("zero3", tmp_path), "mixout_target")
+    assert len(found) == 13  # six of each layer, and the pooler's
+    assert all(kept == (whole + 1) // 2 for kept, whole in found)
 
 
 def test_detach_leaves_nothing() -> None:

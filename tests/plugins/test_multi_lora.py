@@ -257,6 +257,19 @@ def test_beams_keep_their_task() -> None:
         model.set_task(task)
         assert torch.equal(found[-1], model.merge_and_unload().generate(input_ids=ids, **settings))
     assert not torch.equal(*found)
+    model = make()
+    for task_ids in ([1, 0], [0, 1], [1, 1]):
+        together = model.generate(input_ids=ids, task_ids=torch.tensor(task_ids), **settings)
+        for row, task in enumerate(task_ids):
+            width = max(together.shape[1], found[task].shape[1])
+            both = [functional.pad(answer, (0, width - answer.shape[1])) for answer in (together, found[task])]
+            assert torch.equal(both[0][row], both[1][row])
+    with pytest.raises(DataError, match=r"1 task_ids for 2 rows; known: 0 \(e2e\), 1 \(dart\)"):
+        model.generate(input_ids=ids, task_ids=torch.tensor([1]), **settings)
+    with pytest.raises(DataError, match="a batch without task_ids"):  # nothing is left of the last call
+        model(input_ids=ids)
+    with pytest.raises(DataError, match="a batch without task_ids"):
+        model.generate(input_ids=ids, **settings)
 
 
 def test_saved_adapter_loads_with_peft(tmp_path: Path) -> None:
@@ -380,9 +393,21 @@ def test_trainer_refuses_rows_of_no_task(task_id: int | None, words: str, tmp_pa
         ([{"name": "forward", "num_labels": 2}], {}, "task name 'forward'"),
         ([{"name": "a", "kind": "translation"}], {}, "kind 'translation'"),
         (TASKS, {"r": 17}, "r=17 is more than"),
-        (TASKS, {"r": 0}, "r=0"),
+        (TASKS, {"r": 0}, "r=0; known: an integer, 1 or more"),
+        (TASKS, {"r": 2.5}, "r=2.5; known: an integer, 1 or more"),
+        (TASKS, {"lora_alpha": 0}, "lora_alpha=0; known: a number above 0"),
+        (TASKS, {"lora_dropout": 1.5}, "lora_dropout=1.5; known: a number from 0 to below 1"),
+        (TASKS, {"init": "zeros"}, "init='zeros'; known: default, gaussian"),
+        (TASKS, {"frozen": "c"}, "frozen='c'; known: a, b"),
+        (TASKS, {"heads": ["nosuch"]}, "has no module 'nosuch'; known: classifier"),
+        (TASKS, {"heads": ["dropout"]}, "no linear layer in dropout; known: classifier"),
         (TASKS, {"target_modules": ["LayerNorm"]}, "cannot adapt"),
         (TASKS, {"target_modules": None}, "without target_modules"),
+        (TASKS, {"target_modules": []}, "without target_modules; known: dense, key, query, value"),
+        (TASKS, {"target_modules": ["foo"]}, "no module 'foo' outside classifier; known: dense, key, query, value"),
+        (TASKS, {"target_modules": ["query", "foo"]}, "no module 'foo' outside"),
+        (TASKS, {"target_modules": ".*foo"}, r"no module '\.\*foo' outside"),
+        (TASKS, {"target_modules": ["query", "classifier"]}, "no module 'classifier' outside classifier"),
         (TASKS, {"task_type": "SEQ_CLS"}, "task_type"),
         ([*TASKS, {"name": "e2e", "kind": "causal_lm"}], {}, "language modelling and other tasks"),
     ],
@@ -400,6 +425,32 @@ def test_module_that_cannot_be_adapted_is_refused_with_those_that_can() -> None:
         adapted(target_modules=["word_embeddings"])
 
 
+@pytest.mark.parametrize("kind", ["bert", "roberta"])
+def test_heads_are_no_targets(kind: str, tmp_path: Path) -> None:
+    """All linear layers but the heads', also where a name fits both; the same ones are adapted when it is loaded."""
+    everything = adapted(kind, target_modules="all-linear", fresh=True).float().eval()
+    layers = {name for name, part in everything.named_modules() if isinstance(part, MultiLoraLayer)}
+    assert len(layers) == 2 * 6 + (kind == "bert")  # BERT's pooler
+    assert not any("classifier" in name for name in layers)
+    named = adapted(kind, target_modules=["query", "key", "value", "dense"])
+    assert {name for name, part in named.named_modules() if isinstance(part, MultiLoraLayer)} == layers
+    everything.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(classifier(kind), tmp_path).eval()
+    batch = {"input_ids": mixed(0)["input_ids"], "task_ids": mixed(0)["task_ids"]}
+    assert torch.equal(loaded(**batch).logits, everything(**batch).logits)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings:UserWarning")  # PEFT's, before it asks us
+def test_weight_of_two_modules_is_no_target() -> None:
+    """GPT-2's output layer is its input embedding: an update folded into one would be in both."""
+    tasks = [{"name": "e2e", "kind": "causal_lm"}]
+    base = MODELS["gpt2_causal_lm"].load(base_model("gpt2_causal_lm", dropout=False))
+    with pytest.raises(CompatibilityError, match=r"'lm_head', whose weight is another .* known: c_attn, c_fc, c_proj$"):
+        get_peft_model(base, MultiLoraConfig(tasks=tasks, target_modules=["lm_head"]))
+    llama = MODELS["llama_causal_lm"].load(base_model("llama_causal_lm", dropout=False))
+    assert get_peft_model(llama, MultiLoraConfig(tasks=tasks, target_modules=["lm_head"], r=2)).base_model.adaptable
+
+
 def test_model_without_a_head_is_refused() -> None:
     """Nothing to give the tasks."""
     base = transformers.BertModel(classifier().config)
@@ -407,14 +458,32 @@ def test_model_without_a_head_is_refused() -> None:
         get_peft_model(base, MultiLoraConfig(tasks=TASKS, target_modules=["query"]))
 
 
+def test_run_without_a_fresh_head_is_refused(tmp_path: Path) -> None:
+    """As plain PEFT is, and before anything is trained."""
+    job = Trial(strategy="multi_lora:r=4", tasks=3, batch=12, rows=36).job("one", tmp_path / "run")
+    args, tasks = tunery.TrainingArguments(**job.arguments()), MODELS["bert_classifier"].tasks(3)
+    with pytest.raises(CompatibilityError, match="BertModel has no fresh head to give the tasks; start from a model"):
+        tunery.Trainer(model=transformers.BertModel.from_pretrained(job.base), args=args, task=tasks)
+
+
 @pytest.mark.parametrize(
-    ("task_ids", "words"), [(None, "without task_ids"), ([0, 3], "task id 3"), ([0, -1], "task id -1")]
+    ("task_ids", "words"),
+    [
+        (None, "without task_ids"),
+        (torch.tensor([0, 3]), "task id 3"),
+        (torch.tensor([0, -1]), "task id -1"),
+        (torch.tensor([0]), "1 task_ids for 2 rows"),
+        (torch.tensor([0, 0, 1]), "3 task_ids for 2 rows"),
+        (torch.tensor([0.0, 1.0]), r"type torch\.float32"),
+        (torch.tensor([True, False]), r"type torch\.bool"),
+        (["cola", "trec"], "type list"),
+        ([0, 1], "type list"),
+    ],
 )
-def test_rows_without_a_known_task_are_refused(task_ids: list[int] | None, words: str) -> None:
+def test_rows_without_a_known_task_are_refused(task_ids: Any, words: str) -> None:
     """Which tasks there are is part of the line."""
-    ids = None if task_ids is None else torch.tensor(task_ids)
     with pytest.raises(DataError, match=rf"{words}.*known: .*cola"):
-        adapted()(input_ids=torch.ones(2, 4, dtype=torch.long), task_ids=ids)
+        adapted()(input_ids=torch.ones(2, 4, dtype=torch.long), task_ids=task_ids)
 
 
 def test_unknown_task_is_refused() -> None:
@@ -427,6 +496,10 @@ def test_unknown_task_is_refused() -> None:
     ("selection", "words"),
     [
         ({"tasks": ["mnli"]}, "tasks='mnli' is none of the run's"),
+        ({"tasks": ["task", "task"]}, "tasks='task' twice"),
+        ({"tasks": []}, r"option tasks = \[\]: .*at least 1 item"),
+        ({"target_modules": []}, "without target_modules; known: dense, key, query, value"),
+        ({"target_modules": ["foo"]}, "no module 'foo' outside classifier; known: dense, key, query, value"),
         ({"add_to": "nowhere"}, "holds no adapter"),
         ({"add_to": "FINISHED", "r": 2}, "was trained with r=4, not 2"),
     ],
@@ -435,7 +508,7 @@ def test_bad_selection_is_one_line(selection: dict[str, Any], words: str, finish
     """Before anything is trained or written."""
     if selection.get("add_to") == "FINISHED":
         selection = {**selection, "add_to": str(finished)}
-    with pytest.raises((DataError, ArtifactError), match=words):
+    with pytest.raises(TuneryError, match=words):
         Trial(strategy={"name": "multi_lora", "r": 4, **selection}).trainer(tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -557,6 +630,26 @@ def test_who_looks_on_sees_the_whole_batch() -> None:
     torch.testing.assert_close(seen[True], seen[False])
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+def test_layers_that_run_again_find_the_whole_batch() -> None:
+    """With activation checkpointing nothing is split, in either pass, and the gradients are those without it."""
+    mask = (torch.arange(20) < torch.tensor([2, 20] * 12)[:, None]).long()
+    labels = torch.zeros(24, dtype=torch.float64)
+    batch = {"input_ids": mask * 5, "attention_mask": mask, "task_ids": torch.arange(24) % 3, "labels": labels}
+    found, seen = {}, []
+    for again in (False, True):
+        model = adapted().train()
+        model.base_model.split = again
+        if again:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            layer = model.base_model.model.bert.encoder.layer[0]
+            layer.attention.register_forward_hook(lambda module, args, output: seen.append(args[0].shape))
+        model(**batch).loss.backward()
+        found[again] = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert seen == [(24, 20, 16)] * 2
+    torch.testing.assert_close(found[True], found[False], rtol=0, atol=1e-12)
+
+
 def test_padding_on_the_left_is_kept() -> None:
     """A row that ends where the batch ends needs all its positions."""
     mask = torch.zeros(32, 40, dtype=torch.long)
@@ -565,7 +658,7 @@ def test_padding_on_the_left_is_kept() -> None:
 
 
 def test_regularizers_see_one_forward_pass(tmp_path: Path) -> None:
-    """A run with one, or one whose layers run again in the backward pass, does not split."""
+    """A run with one does not split."""
     trial = Trial(strategy="multi_lora:r=4", tasks=3, batch=12, rows=36)
     assert trial.trainer(tmp_path / "plain").model.base_model.split
     assert not trial.but(regularizers=("l2_sp",)).trainer(tmp_path / "with").model.base_model.split

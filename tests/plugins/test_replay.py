@@ -205,6 +205,25 @@ def test_texts(model: Any, task: Task, words: Path, tmp_path: Path, kind: str, m
 
 
 @pytest.mark.parametrize("task", [CAUSAL])
+def test_part_of_a_dataset(model: Any, task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of several configurations, one of its splits, and no more documents than asked for."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for number, name in enumerate(("one", "two")):
+        rows = [[10 * number + row] * LENGTH for row in range(1, 4)]
+        Dataset.from_dict({"input_ids": rows}).to_parquet(folder / f"{name}.parquet")
+    parts = "- config_name: a\n  data_files: one.parquet\n- config_name: b\n  data_files:\n  - path: two.parquet\n    split: dev\n"
+    (folder / "README.md").write_text(f"---\nconfigs:\n{parts}---\n", encoding="utf-8")
+    with pytest.raises(DataError, match=r"cannot read .* Config name is missing.*see data_config and split"):
+        attached(model, task, folder)
+    whole = attached(model, task, folder, data_config="b", split="dev")
+    assert whole._blocks_NT[:, 0].tolist() == [11, 12, 13]
+    first = attached(model, task, folder, data_config="b", split="dev", max_documents=2)
+    assert first._blocks_NT[:, 0].tolist() == [11, 12]
+
+
+@pytest.mark.parametrize("task", [CAUSAL])
 @pytest.mark.parametrize(
     ("name", "content", "options", "says"),
     [

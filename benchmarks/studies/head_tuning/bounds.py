@@ -111,6 +111,35 @@ def corollary_3_1_rate(*, heads: int, t: int, c: float, xi: float, delta: float)
     return math.sqrt(needed / heads) * c * xi * convergence_rate(t)
 
 
+def corollary_3_1(
+    *,
+    n: int,
+    heads: int,
+    t: int,
+    c: float,
+    xi: float,
+    delta: float,
+    nu: float,
+    regularization: float,
+    bound: float,
+    margin: float,
+) -> float:
+    """Bound Definition 2.3 for the mean of several heads (Corollary 3.1, eq. 11), with probability 1 - delta.
+
+    :func:`corollary_3_1_rate` + nu :func:`svm_distance`: heads shrink the first term alone.
+
+    Args:
+        n, regularization, bound, margin: as in :func:`svm_distance`.
+        heads, xi, delta: as in :func:`corollary_3_1_rate`.
+        t, c, nu: as in :func:`theorem_2_4`.
+
+    Raises:
+        ValueError: as :func:`corollary_3_1_rate`.
+    """
+    moved = svm_distance(n=n, regularization=regularization, bound=bound, margin=margin)
+    return corollary_3_1_rate(heads=heads, t=t, c=c, xi=xi, delta=delta) + nu * moved
+
+
 def step_limit(largest_singular_value: float, n: int) -> float:
     """Return the step below which gradient descent on the mean logistic loss of ``n`` samples descends: 8 n / sigma_max^2.
 

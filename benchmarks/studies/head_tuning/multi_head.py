@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,8 +12,8 @@ from torch import Tensor
 
 from ..report import Finding, Run
 from . import heads
-from .bounds import convergence_rate, corollary_3_1_rate
-from .trials import RATE
+from .bounds import convergence_rate, corollary_3_1, corollary_3_1_rate, direction_constant
+from .trials import RATE, weights_without
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,9 +38,11 @@ def multi_head(run: Run) -> Finding:
     generator = run.generator()
     sets, n, steps = run.count(50, 8), run.count(500, 100), run.count(1000, 200)
     z = heads.clusters(sets, n, generator)
-    target = heads.directions(torch.stack([heads.machine(one).weights for one in z]))
+    machines = [heads.machine(one) for one in z]
+    target = heads.directions(torch.stack([machine.weights for machine in machines]))
     start, other = (heads.start(sets, HEADS[-1], generator) for _ in range(2))
     lacking = torch.randint(n, (sets, 1), generator=generator).expand(-1, HEADS[-1])
+    without = [weights_without(z[s], machine, int(lacking[s, 0])) for s, machine in enumerate(machines)]
     times = sorted({round(steps ** (power / 15)) for power in range(16)})
     curves: dict[str, list[float]] = {label: [] for label in [*(f"H = {count}" for count in HEADS), "zero start"]}
     w, zero, before = start, torch.zeros_like(start[..., :1]), 0
@@ -51,7 +54,28 @@ def multi_head(run: Run) -> Finding:
         curves["zero start"].append(_distance(mean_direction(zero, 1), target))
     same, fresh = (heads.descend(z, one, steps, RATE, lacking) for one in (start, other))
     literal = heads.descend(z, start, steps, RATE / HEADS[-1])
-    c = curves["H = 1"][-1] / convergence_rate(steps)
+    rate = convergence_rate(steps)
+    c = curves["H = 1"][-1] / rate
+    of_both = c + _distance(mean_direction(same, 1), heads.directions(torch.stack(without))) / rate
+
+    def bound(count: int, xi: float) -> float:
+        """Return Corollary 3.1's mean over the data sets; C covers the way of both heads to their machines."""
+        return statistics.fmean(
+            corollary_3_1(
+                n=n,
+                heads=count,
+                t=steps,
+                c=of_both,
+                xi=xi,
+                delta=DELTA,
+                nu=direction_constant(min(float(machine.weights.norm()), float(other.norm()))),
+                regularization=machine.largest_regularization(n),
+                bound=largest,
+                margin=machine.margin,
+            )
+            for machine, other, largest in zip(machines, without, heads.sample_bound(z).tolist(), strict=True)
+        )
+
     rows = []
     for count in HEADS:
         mean = mean_direction(w, count)
@@ -65,6 +89,7 @@ def multi_head(run: Run) -> Finding:
                 _distance(mean, mean_direction(zero, 1)),
                 _distance(mean, mean_direction(same, count)),
                 _distance(mean, mean_direction(fresh, count)),
+                bound(count, xi) if enough else None,
             )
         )
     floor = curves["zero start"][-1]
@@ -84,10 +109,11 @@ def multi_head(run: Run) -> Finding:
         columns=(
             "H",
             "distance to the SVM",
-            f"Corollary 3.1, delta = {DELTA}",
+            f"Corollary 3.1's first term, delta = {DELTA}",
             "distance to the head started at zero",
             "stability, same start",
             "stability, fresh start",
+            f"Corollary 3.1, delta = {DELTA}",
         ),
         rows=rows,
         verdict=f"{said}: {first[1]:.3f} with one head, {last[1]:.3f} with {HEADS[-1]}. What averaging removes is the "

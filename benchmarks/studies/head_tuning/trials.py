@@ -91,7 +91,7 @@ def measure(z_snD: Tensor, w_sD: Tensor, steps: int, generator: torch.Generator)
     whole = [heads.machine(z) for z in z_snD]
     reduced = torch.stack(
         [
-            torch.stack([_without(z, machine, position) for position in lacking], -1)
+            torch.stack([weights_without(z, machine, position) for position in lacking], -1)
             for z, machine, lacking in zip(z_snD, whole, left_out[:, 1:].tolist(), strict=True)
         ]
     )
@@ -114,7 +114,7 @@ def measure(z_snD: Tensor, w_sD: Tensor, steps: int, generator: torch.Generator)
     )
 
 
-def _without(z_nD: Tensor, machine: heads.Machine, position: int) -> Tensor:
+def weights_without(z_nD: Tensor, machine: heads.Machine, position: int) -> Tensor:
     """Return the machine's weights without a sample: the same, unless it supports the margin."""
     if z_nD[position] @ machine.weights > 1 + 1e-6:
         return machine.weights

@@ -6,7 +6,8 @@ noise is put into every checkpoint (the ``gaussian`` probe), and every checkpoin
 seeds (``tunery sensitivity``). What the curves show is written to report.md, whatever it is.
 
 The text is that of --data_files (.txt, or .jsonl with a column "text"), by default the standard library's sources outside the
-packages whose docstrings are fine-tuned on. Text is held in memory. --size 15m, 30m and 90m are the paper's Table 3; its
-names do not match its table (see benchmarks/sensitivity/recipes/olmo_30m.yaml). A transformers Llama stands for OLMo: it has
-attention dropout only, and no muP. A killed study goes on where it was.
+packages whose docstrings are fine-tuned on. Text is held in memory, and repeated where a budget is larger, which the
+report says. --size 15m, 30m and 90m are the paper's Table 3 with its budgets of 4B to 128B tokens; its names do not match its
+table (see benchmarks/sensitivity/recipes/olmo_30m.yaml). A transformers Llama stands for OLMo: it has attention dropout only,
+and no muP. A killed study goes on where it was.
 """

@@ -20,7 +20,7 @@ from ....registry.errors import TuneryError
 from ...sensitivity.commands import study as fine_tune
 from ...sensitivity.plan import Plan, make_plan
 from . import __doc__ as description
-from .pretraining import SIZES, Pretraining, held_out, pretrain
+from .pretraining import SIZES, Pretraining, held_out, passes, pretrain
 
 _GAMMAS = (0.5, 1.0, 2.0)
 
@@ -48,7 +48,7 @@ def _flags(argv: Sequence[str] | None) -> argparse.Namespace:
         "--size", choices=sorted(SIZES), default="1m", help="of the decoder; default 1m: 1.2M parameters"
     )
     parser.add_argument(
-        "--budgets", **many, default=["125k", "250k", "500k", "1M", "2M", "4M"], help="tokens: 1M 2M 4M"
+        "--budgets", **many, help="tokens: 1M 2M 4M; default: the size's, of 15m to 90m the paper's 4B to 128B"
     )
     parser.add_argument("--data_files", nargs="+", default=[], metavar="PATH", help="text to pre-train on")
     parser.add_argument("--max_documents", type=int, metavar="N", help="of the text; default: all")
@@ -67,14 +67,17 @@ def _flags(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--held_out_samples", type=int, default=20, help="documents of every out-of-domain evaluation")
     parser.add_argument("--seed", type=int, default=0, help="of pre-training")
     parser.add_argument("--output_dir", type=Path, default=Path("results/studies/overtraining"), metavar="DIR")
-    for name in ("hidden_size", "num_hidden_layers", "vocab_size", "max_length", "batch_size", "learning_rate"):
+    parser.add_argument(
+        "--bf16", dest="pretrain_bf16", action="store_true", default=None, help="mixed precision, of fine-tuning too"
+    )
+    sizes = ("hidden_size", "num_hidden_layers", "vocab_size", "max_length", "batch_size", "micro_batch_size")
+    for name in (*sizes, "learning_rate"):
         kind = float if name == "learning_rate" else int
         parser.add_argument(f"--pretrain_{name}", type=kind, metavar="N", help=f"instead of the size's {name}")
     asked = parser.parse_args(argv)
     if asked.quick:
         quick = {
             "size": "quick",
-            "budgets": ["2k", "4k", "8k", "16k", "32k"],
             "draws": 2,
             "learning_rates": [1e-3, 1e-2],
         }
@@ -97,9 +100,10 @@ def _study(asked: argparse.Namespace) -> int:
         for name, value in vars(asked).items()
         if name.startswith("pretrain_") and value is not None
     }
+    size = dataclasses.replace(SIZES[asked.size], **changes)
     pretraining = Pretraining(
-        size=dataclasses.replace(SIZES[asked.size], **changes),
-        budgets=[round(read_count(text)) for text in asked.budgets],
+        size=size,
+        budgets=[round(read_count(text)) for text in asked.budgets or ()] or size.budgets,
         sources=asked.data_files,
         max_documents=asked.max_documents,
         seed=asked.seed,
@@ -126,9 +130,12 @@ def _study(asked: argparse.Namespace) -> int:
         f"({', '.join(f'{budget / parameters:.2g}' for budget in pretraining.budgets)} a parameter; the paper's 30M model has "
         "133 to 4,267), each run with a cosine to zero. Perplexity on text held out of pre-training."
     )
+    repeated = _repeated(runs)
+    if repeated:
+        print(repeated)
     said = [
         "# Overtraining, on a small scale",
-        made,
+        f"{made} {repeated}".strip(),
         "## Gaussian noise in the weights",
         _markdown(table(measured)),
         *(f"- {line}" for line in sentences(measured)),
@@ -174,9 +181,16 @@ def _plan(asked: argparse.Namespace, pretraining: Pretraining, runs: Sequence[Pa
                 "warmup_steps": 0.1,
                 "weight_decay": 0.0,
                 "eval_strategy": "no",
+                **({"bf16": True} if pretraining.size.bf16 else {}),
             },
         }
     )
+
+
+def _repeated(runs: Sequence[Path]) -> str:
+    """Return which runs have read their text more than once, in words; the paper's had enough text."""
+    often = [f"{passes(run):.3g} times on {run.name.removeprefix('tokens')}" for run in runs if passes(run) > 1]
+    return f"Text was repeated: it was read {', '.join(often)} tokens." if often else ""
 
 
 def _markdown(rows: Sequence[Mapping[str, Any]]) -> str:

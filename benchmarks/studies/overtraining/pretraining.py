@@ -22,6 +22,7 @@ from ....registry.errors import RecipeError
 from .text import documents, split, train_tokenizer
 
 SETTINGS = "pretraining.json"
+_FREE = ("budgets", "micro_batch_size")
 _LONGEST_TOKEN = 6  # bytes, on average
 
 
@@ -36,6 +37,9 @@ class Size:
         learning_rate: peak.
         attention_dropout: in training.
         tie_word_embeddings: whether input and output embeddings are one.
+        budgets: tokens of each run where none are asked for.
+        micro_batch_size: blocks of a forward pass; default: all of a step.
+        bf16: mixed precision.
     """
 
     num_hidden_layers: int
@@ -48,17 +52,21 @@ class Size:
     learning_rate: float = 3e-4
     attention_dropout: float = 0.1
     tie_word_embeddings: bool = False
+    budgets: tuple[int, ...] = tuple(billions * 10**9 for billions in (4, 8, 16, 32, 64, 128))
+    micro_batch_size: int | None = None
+    bf16: bool = False
 
 
 _SMALL: dict[str, Any] = {"max_length": 128, "attention_dropout": 0.0, "tie_word_embeddings": True}
 SIZES = {
     "quick": Size(
         num_hidden_layers=1, num_attention_heads=2, hidden_size=32, intermediate_size=64, vocab_size=320,
-        batch_size=4, learning_rate=1e-2, **(_SMALL | {"max_length": 32}),
+        batch_size=4, learning_rate=1e-2, budgets=(2_000, 4_000, 8_000, 16_000, 32_000), **(_SMALL | {"max_length": 32}),
     ),
     "1m": Size(
         num_hidden_layers=4, num_attention_heads=4, hidden_size=128, intermediate_size=512, vocab_size=1024,
-        batch_size=16, learning_rate=2e-3, **_SMALL,
+        batch_size=16, learning_rate=2e-3,
+        budgets=(125_000, 250_000, 500_000, 1_000_000, 2_000_000, 4_000_000), **_SMALL,
     ),
     "15m": Size(num_hidden_layers=3, num_attention_heads=3, hidden_size=192, intermediate_size=768),
     "30m": Size(num_hidden_layers=6, num_attention_heads=6, hidden_size=384, intermediate_size=1536),
@@ -89,9 +97,11 @@ def pretrain(asked: Pretraining, folder: Path, tell: Callable[[str], None]) -> l
     """Pre-train at every budget; return the folders of the runs. What is done stays done, a killed run resumes.
 
     Raises:
-        RecipeError: the folder holds another study.
+        RecipeError: the folder holds another study, or a budget or micro-batch cannot be had.
         DataError: there is no text.
     """
+    for budget in asked.budgets:
+        schedule(asked, budget)  # what is wrong with any should not be said after days of training
     folder.mkdir(parents=True, exist_ok=True)
     _settle(asked, folder)
     initial = folder / "initial"
@@ -101,8 +111,9 @@ def pretrain(asked: Pretraining, folder: Path, tell: Callable[[str], None]) -> l
 
 
 def _settle(asked: Pretraining, folder: Path) -> None:
-    """Write down what is asked; budgets may be added later, anything else may not change."""
+    """Write down what is asked; budgets may be added later, micro-batches be others, anything else may not change."""
     settings = json.loads(json.dumps({key: value for key, value in asdict(asked).items() if key != "budgets"}))
+    settings["size"] = {key: value for key, value in settings["size"].items() if key not in _FREE}
     path = folder / SETTINGS
     if path.is_file():
         before = json.loads(path.read_text(encoding="utf-8"))
@@ -152,11 +163,27 @@ def held_out(asked: Pretraining, folder: Path, rows: int) -> dict[str, Any]:
 
 
 def schedule(asked: Pretraining, budget: int) -> dict[str, Any]:
-    """Return the training keys of one budget: Table 3's AdamW, 10 % warmup, a cosine that ends at zero."""
-    steps = max(1, round(budget / (asked.size.batch_size * asked.size.max_length)))
+    """Return the training keys of one budget: Table 3's AdamW, 10 % warmup, a cosine that ends at zero.
+
+    Raises:
+        RecipeError: a budget of less than a step, or a step that does not divide into micro-batches.
+    """
+    size = asked.size
+    step, micro = size.batch_size * size.max_length, size.micro_batch_size or size.batch_size
+    if budget < step:
+        raise RecipeError(
+            f"a budget of {short(budget)} tokens, where a step has {short(step)}", remedy="give larger --budgets"
+        )
+    if size.batch_size % micro:
+        raise RecipeError(
+            f"--pretrain_micro_batch_size {micro}", remedy=f"give a divisor of the {size.batch_size} blocks of a step"
+        )
+    steps = round(budget / step)
     return {
         "max_steps": steps,
-        "per_device_train_batch_size": asked.size.batch_size,
+        "per_device_train_batch_size": micro,
+        "gradient_accumulation_steps": size.batch_size // micro,
+        "bf16": size.bf16,
         "learning_rate": asked.size.learning_rate,
         "lr_scheduler_type": "cosine",
         "warmup_steps": 0.1,
@@ -198,5 +225,11 @@ def _run(asked: Pretraining, budget: int, folder: Path, initial: Path, tell: Cal
         result = train(build_options(keys))
     for checkpoint in place.glob("checkpoint-*"):
         shutil.rmtree(checkpoint)
-    tell(f"  perplexity {result['metrics']['perplexity']:.4g} on held-out text, {result['seconds']:.0f} s")
+    often = f"; text read {passes(place):.3g} times" if passes(place) > 1 else ""
+    tell(f"  perplexity {result['metrics']['perplexity']:.4g} on held-out text, {result['seconds']:.0f} s{often}")
     return place
+
+
+def passes(run: Path) -> float:
+    """Return how often a run has read its text: above 1, text was repeated."""
+    return float(json.loads((run / "trainer_state.json").read_text(encoding="utf-8"))["epoch"])

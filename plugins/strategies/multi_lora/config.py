@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,13 @@ from ....registry.context import Task, TaskKind
 from ....registry.errors import CompatibilityError, DataError
 
 PEFT_TYPE = "MULTI_LORA"
+_ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "r": ("an integer, 1 or more", lambda value: isinstance(value, int) and value >= 1),
+    "lora_alpha": ("a number above 0", lambda value: isinstance(value, int | float) and value > 0),
+    "lora_dropout": ("a number from 0 to below 1", lambda value: isinstance(value, int | float) and 0 <= value < 1),
+    "init": ("default, gaussian", lambda value: value in ("default", "gaussian")),
+    "frozen": ("a, b", lambda value: value in ("a", "b")),
+}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 
@@ -59,7 +66,8 @@ class MultiLoraConfig(PeftConfig):
         r: rank.
         lora_alpha: the update is scaled by ``lora_alpha / r``.
         lora_dropout: probability of zeroing an element of x before A, in training.
-        target_modules: names, or last parts of names, of the modules to adapt.
+        target_modules: names, or last parts of names, of the modules to adapt; ``all-linear``: all that can be, but for a
+            language model's output layer. What is in a head is left alone.
         exclude_modules: the same, of modules to leave alone.
         heads: names of the fresh modules every task gets a copy of; default: what the model has outside its backbone.
         init: ``default``: the shared factor is drawn as torch draws a Linear, ``gaussian``: from N(0, 1).
@@ -67,7 +75,7 @@ class MultiLoraConfig(PeftConfig):
 
     Raises:
         DataError: no task, two of one name, or one that cannot be read.
-        CompatibilityError: an option out of range.
+        CompatibilityError: an option of the wrong type or out of range.
     """
 
     tasks: list[dict[str, Any]] = field(default_factory=list)
@@ -91,9 +99,10 @@ class MultiLoraConfig(PeftConfig):
                 raise DataError(f"two tasks are called {name!r}", known=names, remedy="give one of them another name")
         if self.task_type is not None:
             raise CompatibilityError("task_type with MultiLoraConfig", remedy="leave it out: every task has its kind")
-        if self.r < 1 or self.init not in ("default", "gaussian") or self.frozen not in ("a", "b"):
-            known = ["r >= 1", "init default or gaussian", "frozen a or b"]
-            raise CompatibilityError(f"r={self.r}, init={self.init!r}, frozen={self.frozen!r}", known=known)
+        for name, (allowed, is_allowed) in _ALLOWED.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not is_allowed(value):
+                raise CompatibilityError(f"{name}={value!r}", known=[allowed], owner="MultiLoraConfig")
 
     def parsed(self) -> list[Task]:
         """Return the tasks."""

@@ -12,6 +12,7 @@ from peft.utils.integrations import gather_params_ctx
 from torch import nn
 from torch.nn import functional
 
+from ....registry.errors import CompatibilityError
 from .routing import Router
 
 
@@ -133,6 +134,26 @@ def _copy(module: nn.Module) -> nn.Module:
         path, _, own = name.rpartition(".")
         setattr(copied.get_submodule(path), own, nn.Parameter(value))
     return copied
+
+
+def find_heads(model: nn.Module, names: Sequence[str] | None) -> list[str]:
+    """Return the names of the modules that every task gets a copy of: ``names``, or what is outside the backbone.
+
+    Raises:
+        CompatibilityError: there is none, the model lacks one of them, or none of them has a linear layer.
+    """
+    outside, there = outside_backbone(model), dict(model.named_modules())
+    heads = list(outside if names is None else names)
+    if not heads:
+        raise CompatibilityError(
+            f"{type(model).__name__} has no head to give the tasks", remedy="load it with a classification head"
+        )
+    for name in heads:
+        if not name or name not in there:
+            raise CompatibilityError(f"heads: {type(model).__name__} has no module {name!r}", known=outside)
+    if not any(isinstance(part, nn.Linear) for name in heads for part in there[name].modules()):
+        raise CompatibilityError(f"heads: no linear layer in {', '.join(heads)}", known=outside)
+    return heads
 
 
 def outside_backbone(model: Any) -> list[str]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from ....registry.errors import DataError
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class Router:
         active: the task of rows that come without one; ``None`` if there is none.
         everyone: whether tasks without a row take part too and get a gradient of zero: ranks that share work in the
             backward pass must all do the same work, and penalties on weights count all of them in every micro-batch.
+        prompts: the tasks of what is being generated from, shape (prompts,); ``None`` where nothing is.
         groups: those of the batch at hand.
     """
 
@@ -69,6 +73,7 @@ class Router:
         self.tasks = list(tasks)
         self.active: str | None = self.tasks[0] if len(self.tasks) == 1 else None
         self.everyone = False
+        self.prompts: torch.Tensor | None = None
         self.groups: Groups | None = None
 
     def number(self, task: str) -> int:
@@ -85,27 +90,52 @@ class Router:
         """Take in the tasks of a batch.
 
         Args:
-            task_ids: integers of shape (rows,), each row's position among the tasks; ``None`` for the active task.
+            task_ids: integers of shape (rows,), each row's position among the tasks; ``None`` for what is being generated
+                from, each prompt repeated as beam search does, or else for the active task.
             rows: rows of the batch.
 
         Raises:
-            DataError: a row of an unknown task, or rows without a task where none is active.
+            DataError: a row of an unknown task, rows without a task where none is active, or ``task_ids`` that do not say
+                one for each row.
         """
+        if task_ids is None and self.prompts is not None:
+            task_ids = self.prompts.repeat_interleave(rows // len(self.prompts))
         if task_ids is None:
             if self.active is None:
                 remedy = "pass task_ids, or choose one with set_task"
                 raise DataError("a batch without task_ids", known=self.tasks, remedy=remedy)
             task_ids = torch.full((rows,), self.number(self.active))
+        if not isinstance(task_ids, torch.Tensor) or task_ids.dtype not in _INTEGERS:
+            kind = task_ids.dtype if isinstance(task_ids, torch.Tensor) else type(task_ids).__name__
+            raise DataError(f"task_ids of type {kind}", known=self._numbered(), remedy="give a tensor of integers")
+        if task_ids.numel() != rows:
+            raise DataError(
+                f"{task_ids.numel()} task_ids for {rows} rows", known=self._numbered(), remedy="give every row one"
+            )
         self.groups = self._grouped(task_ids.reshape(-1))
         return self.groups
+
+    @contextmanager
+    def generating(self, task_ids: torch.Tensor | None, prompts: int) -> Iterator[None]:
+        """Inside, rows that come without a task are those of so many prompts of these tasks, each prompt repeated.
+
+        Raises:
+            DataError: see :meth:`route`.
+        """
+        if task_ids is not None:
+            self.route(task_ids, prompts)
+        before, self.prompts = self.prompts, task_ids
+        try:
+            yield
+        finally:
+            self.prompts = before
 
     def _grouped(self, task_ids: torch.Tensor) -> Groups:
         numbers = task_ids.tolist()
         counts = [0] * len(self.tasks)
         for number in numbers:
             if not 0 <= number < len(counts):
-                known = [f"{index} ({name})" for index, name in enumerate(self.tasks)]
-                raise DataError(f"a row with task id {number}", known=known)
+                raise DataError(f"a row with task id {number}", known=self._numbered())
             counts[number] += 1
         tasks = tuple(number for number, count in enumerate(counts) if count or self.everyone)
         sizes = tuple(counts[number] for number in tasks)
@@ -114,6 +144,9 @@ class Router:
         place = torch.searchsorted(torch.tensor(tasks, device=task_ids.device), task_ids)
         order = None if numbers == sorted(numbers) else torch.argsort(task_ids, stable=True)
         return Groups(tasks, sizes, order, place)
+
+    def _numbered(self) -> list[str]:
+        return [f"{index} ({name})" for index, name in enumerate(self.tasks)]
 
     def groups_of(self, x: torch.Tensor, module: str) -> Groups:
         """Return the groups of the rows of ``x``, shape (rows, ...).

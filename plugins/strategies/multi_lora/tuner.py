@@ -6,19 +6,23 @@ adapter holds all tasks: A once, B_i and head_i per task, in one ``adapter_model
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
-from peft.tuners.tuners_utils import BaseTuner
+from peft.tuners.tuners_utils import BaseTuner, check_target_module_exists
+from peft.utils import INCLUDE_LINEAR_LAYERS_SHORTHAND
 from torch import nn
 
 from ....registry.context import Task, TaskKind
 from ....registry.errors import CompatibilityError, DataError
 from .config import PEFT_TYPE, MultiLoraConfig
 from .forward import JointForward
-from .heads import TaskHeads, fresh_heads, outside_backbone
+from .heads import TaskHeads, find_heads, fresh_heads
 from .layers import ADAPTABLE, MultiLoraLayer, features
 from .routing import Router
 
@@ -54,15 +58,39 @@ class MultiLoraModel(BaseTuner):
             raise CompatibilityError(
                 "language modelling and other tasks in one model", remedy="train them in two runs: their heads differ"
             )
+        # PEFT writes sets and tuples in any order, and the file should say what was chosen.
+        config.heads = None if kinds == {True} else find_heads(model, config.heads)
+        self.adaptable = adaptable(model, config.heads or ())
 
     def _check_new_adapter_config(self, config: Any) -> None:
         if len(self.peft_config) > 1:
             raise CompatibilityError("a second Multi-LoRA adapter in one model", remedy="add a task to the first one")
 
     def _prepare_adapter_config(self, peft_config: Any, model_config: Any) -> Any:
-        if not peft_config.target_modules:
-            raise CompatibilityError("MultiLoraConfig without target_modules", known=adaptable(self.model))
+        model: Any = self.model
+        targets, names = peft_config.target_modules, [name for name, _ in model.named_modules()]
+        if not targets:
+            raise CompatibilityError("MultiLoraConfig without target_modules", known=self._known())
+        if targets == INCLUDE_LINEAR_LAYERS_SHORTHAND:
+            output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+            linear = [name for name in self.adaptable if model.get_submodule(name) is not output]
+            one = dataclasses.replace(peft_config, target_modules=linear)
+            peft_config.target_modules = [name for name in linear if self._check_target_module_exists(one, name)]
+            return peft_config
+        for target in [targets] if isinstance(targets, str) else targets:
+            one = dataclasses.replace(peft_config, target_modules=target if isinstance(targets, str) else [target])
+            if not any(self._check_target_module_exists(one, name) for name in names):
+                where = f" outside {', '.join(peft_config.heads)}" if peft_config.heads else ""
+                raise CompatibilityError(f"target_modules: no module {target!r}{where}", known=self._known())
         return peft_config
+
+    @staticmethod
+    def _check_target_module_exists(peft_config: Any, key: str) -> Any:
+        """Leave heads alone, as PEFT does what is in ``modules_to_save``."""
+        return not is_within(key, peft_config.heads or ()) and check_target_module_exists(peft_config, key)
+
+    def _known(self) -> list[str]:
+        return sorted({name.rsplit(".", 1)[-1] for name in self.adaptable})
 
     def _create_and_replace(
         self,
@@ -74,10 +102,10 @@ class MultiLoraModel(BaseTuner):
         current_key: str,
         parameter_name: str | None = None,
     ) -> None:
-        if not isinstance(target, ADAPTABLE):
-            raise CompatibilityError(
-                f"multi_lora cannot adapt {current_key!r}, a {type(target).__name__}", known=adaptable(self.model)
-            )
+        if current_key not in self.adaptable:
+            shared = isinstance(target, ADAPTABLE)
+            reason = "whose weight is another module's too" if shared else f"a {type(target).__name__}"
+            raise CompatibilityError(f"multi_lora cannot adapt {current_key!r}, {reason}", known=self._known())
         if peft_config.r > min(features(target)):
             raise CompatibilityError(
                 f"r={peft_config.r} is more than module {current_key!r} has: {min(features(target))}",
@@ -97,13 +125,9 @@ class MultiLoraModel(BaseTuner):
         setattr(parent, target_name, adapted)
 
     def _post_injection_hook(self, model: nn.Module, config: Any, adapter_name: str) -> None:
-        heads = [] if self.tasks[0].kind.is_language_modelling else config.heads or outside_backbone(model)
-        if not heads and not self.tasks[0].kind.is_language_modelling:
-            raise CompatibilityError(
-                f"{type(model).__name__} has no head to give the tasks", remedy="load it with a classification head"
-            )
-        # PEFT writes sets and tuples in any order, and the file should say what was chosen.
-        config.heads = list(heads) or None
+        if isinstance(config.target_modules, set):  # PEFT's own, shortened; its order changes from run to run
+            config.target_modules = sorted(config.target_modules)
+        heads = config.heads or []
         wrappers = {name: TaskHeads(model.get_submodule(name), name, self.router) for name in heads}
         for index, (task, entry) in enumerate(zip(self.tasks, config.tasks, strict=True)):
             for name, head in (fresh_heads(model, heads, task.num_labels, index == 0) if heads else {}).items():
@@ -113,8 +137,10 @@ class MultiLoraModel(BaseTuner):
             model.set_submodule(name, wrapper)
             if config.inference_mode:
                 wrapper.set_adapter(adapter_name, inference_mode=True)
-        # An attribute of the instance, not a hook: a hook could not run the model in pieces.
+        # Attributes of the instance, not hooks: a hook could not run the model in pieces.
         model.forward = JointForward(self)
+        if hasattr(model, "generate"):
+            model.__dict__["generate"] = self.generate
 
     # ---- choosing, adding, dropping tasks
 
@@ -147,6 +173,21 @@ class MultiLoraModel(BaseTuner):
             yield
         finally:
             self.router.active = before
+
+    def generate(self, *args: Any, task_ids: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        """Generate as the base model does, each prompt with its own task's update, however many beams it has.
+
+        Args:
+            args: of the base model's ``generate``, and likewise ``kwargs``.
+            task_ids: integers of shape (prompts,), each prompt's position among the tasks; default: the chosen task.
+
+        Raises:
+            DataError: a prompt of an unknown task, or ``task_ids`` that do not say one for each prompt.
+        """
+        base: Any = type(self.model)
+        prompts = next((len(value) for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), 1)
+        with self.router.generating(task_ids, prompts):
+            return base.generate(self.model, *args, **kwargs)
 
     def keep_tasks(self, names: Mapping[str, str]) -> None:
         """Keep these tasks, in this order, under these new names, and forget the others.
@@ -209,6 +250,7 @@ class MultiLoraModel(BaseTuner):
             if isinstance(module, MultiLoraLayer | TaskHeads):
                 self.model.set_submodule(path, module.plain(name, merge))
         del self.model.forward
+        self.model.__dict__.pop("generate", None)
         if hasattr(self.model, "peft_config"):
             del self.model.peft_config
         give_labels(self.model.config, task)
@@ -234,9 +276,19 @@ def give_labels(config: Any, task: Task) -> None:
     config.problem_type = "regression" if task.kind is TaskKind.REGRESSION else "single_label_classification"
 
 
-def adaptable(model: nn.Module) -> list[str]:
-    """Return the last parts of the names of the modules that can be adapted."""
-    return sorted({name.rsplit(".", 1)[-1] for name, part in model.named_modules() if isinstance(part, ADAPTABLE)})
+def adaptable(model: nn.Module, heads: Sequence[str]) -> list[str]:
+    """Return the names of the modules that can be adapted: those in no head, with a weight that no other module has too."""
+    owners = Counter(id(value) for part in model.modules() for value in part.parameters(recurse=False))
+    return [
+        name
+        for name, part in model.named_modules()
+        if isinstance(part, ADAPTABLE) and owners[id(part.weight)] == 1 and not is_within(name, heads)
+    ]
+
+
+def is_within(name: str, modules: Sequence[str]) -> bool:
+    """Whether a module is one of some others, or inside one."""
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
 def of(model: Any) -> MultiLoraModel:

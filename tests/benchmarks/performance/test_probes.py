@@ -11,6 +11,7 @@ import torch
 
 from tunery.benchmarks.performance import probes, workloads
 from tunery.benchmarks.performance.claims import Run
+from tunery.benchmarks.performance.paired import Memory
 from tunery.plugins.perturbation import gaussian_stds
 
 
@@ -45,6 +46,25 @@ def test_what_is_counted_as_a_copy_is_what_gets_noise(tmp_path: Path) -> None:
     trainer = probes.prepared(str(tmp_path), probes.GAUSSIAN, 8)
     noisy = gaussian_stds(trainer.subject(), "init", "gaussian")
     assert {name for name, _ in trainer.model.named_parameters() if probes.disturbed(name)} == noisy.keys()
+
+
+def test_claim_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the probe needs beyond an evaluation, in copies of what gets noise; both sides run on their own."""
+    trainer = probes.prepared(str(tmp_path), probes.GAUSSIAN, 8)
+    copy = sum(p.numel() * 4 for name, p in trainer.model.named_parameters() if probes.disturbed(name))
+    peaks = iter([Memory(host=5 * copy, device=2 * copy), Memory(host=4 * copy, device=copy)])
+    measured: list[Any] = []
+
+    def peak_memory(work: Any) -> Memory:
+        work()
+        measured.append(work.args[0])
+        return next(peaks)
+
+    monkeypatch.setattr(probes, "peak_memory", peak_memory)
+    monkeypatch.setattr(probes, "calm", lambda: None)
+    found = probes.gaussian_memory(str(tmp_path))
+    assert measured == [probes.probe, probes.evaluations]
+    assert (found.value, found.goal) == (2.0, 1.0)
 
 
 def test_claims_of_time(tmp_path: Path) -> None:

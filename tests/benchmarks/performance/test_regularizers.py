@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tunery.benchmarks.performance import regularizers, workloads
 from tunery.benchmarks.performance.claims import Run
+from tunery.benchmarks.performance.paired import MIB, Memory
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +49,32 @@ def test_upper_layers_run_forward_and_backward() -> None:
     regularizers.upper_layers(model, 2, 5)()
     assert [gradient.shape for gradient in seen] == [(2, 5, 32)]
     assert all(parameter.grad is None for parameter in layer.parameters())
+
+
+def test_mixout_memory_is_in_copies_of_the_mixed_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What training with MixOut holds beyond plain, over the matrices that it mixes: neither embeddings nor the head."""
+    asked = []
+    train, mebibytes = workloads.trainer, {("mixout:p=0.9",): 9, None: 5}
+
+    def trainer(*args: object, **options: Any) -> Any:
+        asked.append(None if options["regularizers"] is None else tuple(options["regularizers"]))
+        return train(*args, **options)
+
+    def measured(work: Callable[[], object]) -> Memory:
+        work()
+        return Memory(host=mebibytes[asked[-1]] * MIB, device=0)
+
+    monkeypatch.setattr(workloads, "trainer", trainer)
+    monkeypatch.setattr(regularizers, "peak_memory", measured)
+    claim = regularizers.mixout_memory(str(tmp_path))
+    mixed = [
+        value.numel()
+        for name, value in workloads.tiny().named_parameters()
+        if value.dim() == 2 and "embedding" not in name and name != "classifier.weight"
+    ]
+    assert set(asked) == {("mixout:p=0.9",), None}
+    assert claim.value == pytest.approx((9 - 5) * MIB / (4 * sum(mixed)))
+    assert claim.goal == 1.0
 
 
 def test_cached_features_count_all_seeds(tmp_path: Path) -> None:

@@ -47,7 +47,8 @@ def test_report(cli: Cli, copy: Path, monkeypatch: pytest.MonkeyPatch):
     assert "made_up, against fine_tune" in out
     assert "mmr: +" in out
     names = {path.name for path in (copy / "report").iterdir()}
-    assert names >= {"report.md", "report.tex", "statistics.csv", "runs.csv"}
+    assert names >= {"report.md", "report.tex", "statistics.csv", "pairs.csv", "runs.csv"}
+    assert (copy / "report" / "pairs.csv").read_text().count("\naverage,") == 10
     first = {path.name: path.read_bytes() for path in (copy / "report").iterdir()}
     assert cli("report")[0] == 0
     assert {path.name: path.read_bytes() for path in (copy / "report").iterdir()} == first

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 from collections.abc import Callable
@@ -9,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scipy import stats
 
 from tunery.benchmarks.cells import failure
-from tunery.benchmarks.comparison import AVERAGE, compare_runs, standings
+from tunery.benchmarks.comparison import AVERAGE, compare_runs, every_pair, standings
 from tunery.benchmarks.results import ResultError, Results, file_name, read_results, sealed
 
 
@@ -59,6 +61,58 @@ def test_correction_counts_the_family(average: bool, tests: int, table: Any):
     first = min(family, key=lambda one: one.comparison.p)
     assert first.p == pytest.approx(min(1, tests * first.comparison.p))
     assert all(one.p >= one.comparison.p for one in family)
+
+
+def test_every_two_methods_are_compared(table: Any, made_up: Path):
+    """Ten pairs of five methods on average, by scipy's paired t test and Holm's correction for ten."""
+    found = {(one.method, one.other): one for one in every_pair(table)}
+    names = ("fine_tune", "mixout", "mmr", "mhloss", "lora")
+    assert list(found) == list(itertools.combinations(names, 2))
+    assert {one.task for one in found.values()} == {AVERAGE}
+    wanted = {}
+    for pair, one in found.items():
+        ours, theirs = (scores(made_up, method) for method in pair)
+        both = [seed for seed in ours if seed in theirs and len(ours[seed]) == len(theirs[seed]) == 4]
+        means = [[statistics.mean(by_seed[seed].values()) for seed in both] for by_seed in (ours, theirs)]
+        assert one.comparison.count == len(both)
+        assert one.comparison.difference == pytest.approx(statistics.mean(means[0]) - statistics.mean(means[1]))
+        wanted[pair] = stats.ttest_rel(*means).pvalue
+    largest = 0.0
+    for rank, pair in enumerate(sorted(wanted, key=lambda pair: wanted[pair])):
+        largest = max(largest, min(1.0, (10 - rank) * wanted[pair]))
+        assert found[pair].p == pytest.approx(largest)
+
+
+def test_pairs_without_an_average(cells: Callable[..., Any], tmp_path: Path):
+    """Losses have no average: three pairs a task, corrected for three; of two methods there is nothing to add."""
+    loss = {"main_metric": "loss", "higher_is_better": False, "majority": None}
+    values = {"mmr": [2.0, 2.1, 2.3], "lora": [2.5, 2.65, 2.71], "mixout": [2.2, 2.6, 2.1]}
+    contents = [
+        cells(task, method, seed, metrics={"loss": value}, **loss)
+        for task in ("rte", "cb")
+        for method, of in values.items()
+        for seed, value in enumerate(of)
+    ]
+    found = every_pair(standings(written(tmp_path / "three", contents)))
+    assert [one.task for one in found] == ["cb"] * 3 + ["rte"] * 3
+    one = next(one for one in found if {one.method, one.other} == {"mmr", "lora"})
+    assert one.comparison.difference * (1 if one.method == "mmr" else -1) == pytest.approx(0.4867, abs=1e-4)
+    assert min(one.p for one in found[:3]) == pytest.approx(3 * min(one.comparison.p for one in found[:3]))
+    two = [content for content in contents if content["method"] != "mixout"]
+    assert every_pair(standings(written(tmp_path / "two", two))) == []
+
+
+def test_what_seeds_can_show_counts_the_family_too(cells: Callable[..., Any], tmp_path: Path):
+    """Four methods at once need a larger difference than one, as large as leaves 0.8 at a quarter of the level."""
+    methods = ["fine_tune", "mixout", "mmr", "mhloss", "lora"]
+    able = []
+    for count in (2, 5):
+        made = [cells("rte", method, seed) for method in methods[:count] for seed in range(3)]
+        able.append(standings(written(tmp_path / f"{count}", made), "fine_tune").versus["rte", "mixout"].comparison)
+    one, four = able
+    assert four.detectable > one.detectable
+    shift = four.detectable / four.sd * 3**0.5
+    assert stats.nct.sf(stats.t.ppf(1 - 0.05 / 4 / 2, 2), 2, shift) == pytest.approx(0.8)
 
 
 def test_any_method_may_be_the_baseline(table: Any, made_up: Path):

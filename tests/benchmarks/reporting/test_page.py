@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -21,8 +22,10 @@ from tunery.benchmarks.reporting.reference import read_reference
 from tunery.benchmarks.reporting.scatter import costs, pareto
 from tunery.benchmarks.reporting.words import MINUS, NONE
 from tunery.benchmarks.results import ResultError, file_name, read_results, sealed
+from tunery.benchmarks.suite import read_suite, write_suite
 
 VOID = {"meta", "br", "link", "img", "hr"}
+LIKE = ("fine_tune", "mixout", "mhloss", "lora", "mmr")
 ALL = ["findings", "scores", "seeds", "cost", "stability", "curves", "tests", "failures", "protocol", "provenance"]
 
 
@@ -117,6 +120,8 @@ def test_page_says_what_the_files_hold(made_page: str):
         "as printed; not run here",
         "learning_rate: 0.0003",
         "mixoutfullmixout0.0003",
+        "10 comparisons of every two methods",
+        "mmrloraaverage5+",
         "python 3.11.9, torch 2.13.0, tunery 0.1.0, cpu x86_64, gpu none",
     ):
         assert said in document.text
@@ -231,6 +236,29 @@ def test_page_of_what_there_is(kind: str, cells: Callable[..., Any], tmp_path: P
     assert {"findings", "scores", "seeds", "protocol", "provenance"} <= set(document.sections)
     for method in results.methods:
         assert method in document.text
+
+
+def test_page_of_smoke(cells: Callable[..., Any], tmp_path: Path):
+    """One task, five methods, three seeds, none failed: every section but that of failed runs, every picture."""
+    suite = read_suite("smoke")
+    write_suite(suite, tmp_path)
+    (task,) = suite.tasks
+    for (method, like), seed in itertools.product(zip(suite.methods, LIKE, strict=True), suite.seeds):
+        content = cells("rte", like, seed) | {"task": task, "method": method}
+        (tmp_path / file_name(task, method, seed)).write_text(json.dumps(sealed(content)))
+    results = read_results(tmp_path)
+    assert len(results.cells) == 15
+    document = Document(text := page(standings(results), {}))
+    assert document.sections == [section for section in ALL if section != "failures"]
+    pictures = set(re.findall(r'<svg role="img" aria-label="([^"]+)"', text))
+    assert pictures == {
+        "Differences to fine_tune",
+        "Scores of every seed, by task",
+        "Score against parameters, memory and time",
+        "Spread over seeds against score",
+        "Learning curves",
+    }
+    assert set(suite.methods) == set(re.findall(r"<tr><th>(\w+)</th><td", text))
 
 
 def test_pareto():

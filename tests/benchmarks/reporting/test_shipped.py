@@ -43,3 +43,13 @@ def test_quoted_averages(table: int):
         *tasks, average = ([float(part) for part in cell.split("±")] for cell in row)
         for place in (0, 1):
             assert sum(task[place] for task in tasks) / len(tasks) == pytest.approx(average[place], abs=0.0101)
+
+
+@pytest.mark.parametrize(("name", "rows"), [("multi_lora_table1", 4), ("multi_lora_table2", 3)])
+def test_quoted_averages_of_multi_lora(name: str, rows: int):
+    """The same of the Multi-LoRA paper, whose tables have one digit behind the point."""
+    quoted = SUITES[name].reference
+    assert len(quoted["rows"]) == rows
+    for row in quoted["rows"].values():
+        *tasks, average = (float(str(cell).split("±")[0]) for cell in row)
+        assert sum(tasks) / len(tasks) == pytest.approx(average, abs=0.06)

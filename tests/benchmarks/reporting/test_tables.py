@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import csv
+import html
 import io
+import itertools
 import json
 import re
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ from tunery.benchmarks.reporting.words import (
     number,
     overview,
 )
+from tunery.benchmarks.reporting.writing import write_report
 from tunery.benchmarks.results import ResultError, read_results, sealed
 
 
@@ -172,6 +176,33 @@ def test_missing_cells_are_said(tmp_path: Path, cells: Callable[..., Any]):
     assert overview(standings(read_results(tmp_path)))[1:] == [said]
 
 
+def test_seeds_of_different_recipes_are_said(tmp_path: Path, cells: Callable[..., Any], capsys: Any):
+    """A method whose seed 0 ran longer than the others is named with what differs, wherever the report is read."""
+    for method, seed in itertools.product(("fine_tune", "lora"), range(3)):
+        steps = 20 if (method, seed) == ("lora", 0) else 12
+        recipe = {"max_steps": steps, "seed": seed, "strategy": method}
+        content = cells("rte", method, seed, inputs={"fingerprint": f"{method}{seed}", "recipe": recipe})
+        (tmp_path / f"rte--{method}--seed{seed}.json").write_text(json.dumps(sealed(content)))
+    results = read_results(tmp_path)
+    said = "Runs of different inputs are averaged: lora on rte, recipe.max_steps: 20 -> 12."
+    assert overview(standings(results))[1:] == [said]
+    write_report(results, tmp_path / "report")
+    assert said in capsys.readouterr().out
+    for name in ("report.md", "report.html"):
+        assert html.unescape((tmp_path / "report" / name).read_text()).count(said) == 1
+
+
+def test_a_plugin_in_two_versions_is_said_once(tmp_path: Path, cells: Callable[..., Any]):
+    """What differs in many methods and tasks alike is one line."""
+    for task, method, seed in itertools.product(("rte", "cb", "mrpc"), ("fine_tune", "lora"), range(2)):
+        inputs = {"plugins": {"strategy full": f"tunery 0.{seed}"}}
+        (tmp_path / f"{task}--{method}--seed{seed}.json").write_text(
+            json.dumps(sealed(cells(task, method, seed, inputs=inputs)))
+        )
+    (said,) = overview(standings(read_results(tmp_path)))[1:]
+    assert said.startswith("Runs of different inputs are averaged: 6 methods and tasks, plugins.strategy full: ")
+
+
 def test_loss_is_not_shown_in_points(tmp_path: Path, cells: Callable[..., Any]):
     """Of a metric that is better when lower, the best is the lowest, and a drop is a gain."""
     scores = {"fine_tune": [3.5, 3.6, 3.7], "mmr": [3.25, 3.3, 3.5]}
@@ -184,7 +215,8 @@ def test_loss_is_not_shown_in_points(tmp_path: Path, cells: Callable[..., Any]):
 
 def test_markdown(table: Any):
     """Every line of the table has as many cells as the header; names are escaped; the best mean is bold."""
-    lines = [line for line in markdown(table, ["a note"]).splitlines() if line.startswith("|")]
+    text = markdown(table, ["a note"]).partition("\n## ")[0]
+    lines = [line for line in text.splitlines() if line.startswith("|")]
     assert {line.count("|") for line in lines} == {8}
     assert lines[2].startswith(r"| fine\_tune |")
     assert all(line.count("**") in (0, 2, 4, 6, 8, 10) for line in lines)
@@ -203,6 +235,20 @@ def test_latex(table: Any):
         assert shades == [
             "green" if c.steadier > 0 else "red" for c in cells if c.steadier and round(55 * abs(c.steadier))
         ]
+
+
+def test_the_papers_table_stands_below(table: Any):
+    """What a suite quotes is a second table of its own in Markdown and LaTeX too, said to be printed and not run."""
+    ours, quoted = markdown(table, []).split("## Table 2 of a paper")
+    assert quoted.startswith("\n\nas printed; not run here.\n\n| method | rte | mrpc | cb |\n")
+    assert r"| mmr | 75.59±0.55 (" in quoted
+    assert "lnsr" not in ours
+    ours, quoted = latex(table, []).split("% Table 2 of a paper: as printed; not run here\n")
+    assert quoted.startswith("\\begin{tabular}{lrrr}\n")
+    assert quoted.count(r"$\pm$") == 4 * 3
+    assert "lnsr" not in ours
+    bare = replace(table, results=replace(table.results, suite={}))
+    assert markdown(bare, []).count("| --- |") == latex(bare, []).count("tabular}{") == 1
 
 
 def test_csv_holds_every_digit(table: Any, made_up: Path):

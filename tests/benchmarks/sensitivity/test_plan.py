@@ -44,6 +44,13 @@ def test_table_1(recipe: str, tokens: list[float]):
     assert all(point.revision for point in points)
 
 
+@pytest.mark.parametrize(("key", "attribute"), [("tokens", "tokens"), ("steps", "step")])
+def test_where_checkpoints_stand_can_be_said(key: str, attribute: str):
+    """As words or numbers, in the order of the models; points are in ascending order."""
+    points = make_plan({**PLAN, "models": ["a", "b"], key: ["2K", 1000]}).points()
+    assert [(point.reference, getattr(point, attribute)) for point in points] == [("b", 1000), ("a", 2000)]
+
+
 def test_cells_are_points_times_rates_times_seeds_and_one_base_each():
     """Named apart, so that no file is of two cells."""
     plan = make_plan({**PLAN, "models": ["a", "b"], "learning_rates": [1e-3, 1e-4], "seeds": [0, 5]})

@@ -6,6 +6,7 @@ import gc
 import json
 import math
 import random
+import shutil
 from pathlib import Path
 
 import datasets
@@ -18,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 from tunery.benchmarks.sensitivity import cells
 from tunery.benchmarks.sensitivity.cells import Scores, Study, run_cells
 from tunery.benchmarks.sensitivity.commands import study
-from tunery.benchmarks.sensitivity.plan import BASE, Plan, make_plan
+from tunery.benchmarks.sensitivity.plan import BASE, Cell, Plan, make_plan
 from tunery.registry.errors import DataError, TuneryError
 
 LETTERS = "abcdefgh"
@@ -153,15 +154,38 @@ def test_nothing_is_done_twice(plan: Plan, done: Path, monkeypatch: pytest.Monke
 def test_a_cell_that_fails_does_not_stop_the_others(plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """It is named in one line, and the checkpoints that are complete are analysed."""
     models = [point.reference for point in plan.points()]
+    broken = tmp_path / "broken-tokens3B"
+    shutil.copytree(models[0], broken)
+    (broken / "tokenizer.json").write_text("{", encoding="utf-8")  # its reader raises a bare Exception
     gone = plan.model_copy(
-        update={"runs": [], "models": [*models, "gone/away-tokens3B"], "learning_rates": [1e-2], "seeds": [0]}
+        update={
+            "runs": [],
+            "models": [*models, str(broken), "gone/away-tokens4B"],
+            "learning_rates": [1e-2],
+            "seeds": [0],
+        }
     )
     analysis, failed = study(gone, tmp_path / "out")
-    assert len(failed) == 2
-    assert all("cannot load model 'gone/away-tokens3B'" in error for error in failed.values())
-    assert len(capsys.readouterr().err.splitlines()) == 2
+    assert len(failed) == 4
+    assert all("cannot load model 'gone/away-tokens4B'" in error for name, error in failed.items() if "4B" in name)
+    assert len(capsys.readouterr().err.splitlines()) == 4
     assert analysis is not None and len(analysis.labels) == 2
     assert not list((tmp_path / "out").rglob("*.run-*"))
+
+
+def test_whatever_a_cell_raises_the_others_go_on(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Errors that nobody foresaw too."""
+    first, second, *_ = plan.cells(plan.points())
+    scores = Scores(validation=1.0, test=1.0, out_of_domain=1.0)
+
+    def do(_: Study, cell: Cell, __: Path) -> Scores:
+        if cell is first:
+            raise TypeError("an argument\nof the wrong kind")
+        return scores
+
+    monkeypatch.setattr(cells, "_do", do)
+    found = list(run_cells(Study(plan, tmp_path), [first, second], print))
+    assert found == [(first, "an argument of the wrong kind"), (second, scores)]
 
 
 def test_the_same_seed_gives_the_same_scores(plan: Plan, done: Path, tmp_path: Path):
@@ -281,3 +305,16 @@ def test_checkpoints_are_scored_in_the_precision_they_train_in(plan: Plan, done:
     assert found.out_of_domain == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-4)
     assert found.out_of_domain != scores_of(plan, done)[cell.name].out_of_domain
     assert Study(half, done).found(cell)[1] == 'changed: training.dtype: nothing -> "bfloat16"'
+
+
+def test_mixed_precision_is_that_of_before_and_after(plan: Plan, done: Path, tmp_path: Path):
+    """What training leaves as it was is scored as before, in the mixed precision that runs have."""
+    mixed = plan.model_copy(update={"training": {**plan.training, "bf16": True}, "learning_rates": [1e-12]})
+    before, after, *_ = mixed.cells(mixed.points())
+    found = [scores for _, scores in run_cells(Study(mixed, tmp_path), [before, after], print)]
+    assert all(isinstance(scores, Scores) for scores in found), found
+    for name in ("validation", "test", "out_of_domain"):
+        first, second = (getattr(scores, name) for scores in found)
+        assert first == pytest.approx(second, rel=1e-7)
+        assert first != pytest.approx(getattr(scores_of(plan, done)[before.name], name), rel=1e-6)
+    assert Study(mixed, done).found(before)[1] == "changed: training.bf16: nothing -> true"

@@ -121,3 +121,14 @@ def test_step_limit_scales_as_a_step_must():
     assert bounds.step_limit(2.0, 10) == bounds.step_limit(1.0, 10) / 4
     curvature = 0.25 * 3.0**2 / 10
     assert 1 - bounds.step_limit(3.0, 10) * curvature == pytest.approx(-1)
+
+
+def test_corollary_3_1_adds_how_far_the_machine_moves():
+    """Its second term is Theorem 2.4's: whatever the number of heads, and all there is with C = 0."""
+    machine = {"n": 200, "nu": 1.5, "regularization": 0.02, "bound": 3.0, "margin": 0.5}
+    told = {"t": 50, "xi": 1.5, "delta": 0.05}
+    second = bounds.corollary_3_1(heads=40, c=0, **told, **machine)
+    assert second == pytest.approx(bounds.theorem_2_4(t=50, c=0, **machine))
+    for count in (40, 80):
+        first = bounds.corollary_3_1_rate(heads=count, c=3, **told)
+        assert bounds.corollary_3_1(heads=count, c=3, **told, **machine) == pytest.approx(first + second)

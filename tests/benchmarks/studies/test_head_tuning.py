@@ -40,8 +40,11 @@ def test_heads_average_their_start_away_and_nothing_else(result):
     assert rows[1][to_zero] / rows[100][to_zero] == pytest.approx(10, rel=0.35)
     assert rows[100]["stability, fresh start"] < 0.3 * rows[1]["stability, fresh start"]
     assert rows[100]["stability, same start"] > 0.5 * rows[1]["stability, same start"]
-    assert rows[20]["Corollary 3.1, delta = 0.05"] is None
-    assert rows[100]["distance to the SVM"] <= rows[100]["Corollary 3.1, delta = 0.05"]
+    bound, first_term = "Corollary 3.1, delta = 0.05", "Corollary 3.1's first term, delta = 0.05"
+    assert rows[20][bound] is rows[20][first_term] is None
+    for row in (rows[50], rows[100]):
+        assert row["distance to the SVM"] <= row[first_term] < row[bound]
+        assert max(row["stability, same start"], row["stability, fresh start"]) <= row[bound]
 
 
 def test_why_the_bound_grows_matters(result):

@@ -66,7 +66,7 @@ def test_fine_tuning_ends_where_the_formula_says(strength: float):
     root = torch.tensor(PRE, dtype=torch.float64).sqrt().diag()
     w1, w2 = (u @ root).requires_grad_(), (root @ v.T).requires_grad_()
     start, target = (w1 @ w2).detach(), u @ torch.tensor(FT, dtype=torch.float64).diag() @ v.T
-    path = descend(w1.detach(), w2.detach(), target, strength, steps=2000)
+    path = torch.matmul(*descend(w1.detach(), w2.detach(), target, strength, steps=2000))
     for _ in range(3):  # the hand-written slope is the gradient
         theta = w1 @ w2
         objective = (theta - target).square().sum() + strength * (theta - start).square().sum()
@@ -95,6 +95,14 @@ def test_the_study_as_a_user_runs_it(tmp_path):
     names = ["theorem_4_1", "proposition_4_3", "theorem_4_4", "theorem_4_6", "theorem_4_7"]
     assert list(result) == sorted(names)
     assert all((tmp_path / f"{name}.png").is_file() for name in names)
-    assert all("Corrected" in result[name]["verdict"] for name in ("theorem_4_4", "theorem_4_6", "theorem_4_7"))
+    corrected = ("theorem_4_1", "theorem_4_4", "theorem_4_6", "theorem_4_7")
+    assert all("Corrected" in result[name]["verdict"] for name in corrected)
+    learnt = result["theorem_4_1"]["rows"]
+    assert {row["singular vectors"] for row in learnt} == {"U = V", "any"}
+    assert all(row["||W1 - U Sigma_:n^1/2|| there"] > 1 for row in learnt)
+    assert all(row["distance there"] < 0.1 for row in learnt if row["tau"] == 6)
+    (noisy,) = (row for row in result["theorem_4_4"]["rows"] if row["gamma^2"] == 0.15)
+    assert (noisy["r of Definition 4.2"], noisy["s of A.3"]) == (2, 4)
+    assert noisy["section 4.2: first n with 2 d gamma^2 > sigma_n"] == 3
     for row in result["proposition_4_3"]["rows"]:
         assert row["simulated"] == pytest.approx(row["exact"], abs=4 * row["standard error"])

@@ -10,11 +10,11 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tunery.benchmarks.studies.overtraining import __main__ as command
 from tunery.benchmarks.studies.overtraining import pretraining
-from tunery.benchmarks.studies.overtraining.pretraining import SIZES, Pretraining, pretrain, schedule
+from tunery.benchmarks.studies.overtraining.pretraining import SIZES, Pretraining, passes, pretrain, schedule
 from tunery.benchmarks.studies.overtraining.text import DOCUMENT, documents, split, train_tokenizer
 from tunery.core.data.python_docs import HELD_OUT
 from tunery.core.run import train
@@ -89,12 +89,71 @@ def test_budgets_are_trained_once(asked: Pretraining, tmp_path: Path, monkeypatc
         assert rates[-1] < 0.1 * max(rates)
         assert max(rates) > 0.8 * asked.size.learning_rate
         assert not list(run.glob("checkpoint-*"))
+        assert 0 < passes(run) <= 1
     first, last = (json.loads((run / "result.json").read_text())["metrics"]["perplexity"] for run in runs)
     assert last < first < asked.size.vocab_size
     monkeypatch.setattr(pretraining, "train", lambda _: pytest.fail("trained again"))
     assert pretrain(asked, folder, print) == runs
     with pytest.raises(RecipeError, match="pre-trained with another seed"):
         pretrain(dataclasses.replace(asked, seed=1), folder, print)
+
+
+def test_text_that_does_not_suffice_is_repeated(asked: Pretraining, tmp_path: Path):
+    """How often, is told and said in the report; it is what tokens asked for and tokens there are come to."""
+    told: list[str] = []
+    (run,) = pretrain(dataclasses.replace(asked, max_documents=13, budgets=[10240]), tmp_path / "study", told.append)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "study" / "initial")
+    lines = (tmp_path / "study" / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    there = sum(len(tokenizer(json.loads(line)["text"]).input_ids) + 1 for line in lines)
+    assert passes(run) == pytest.approx(10240 / there, rel=0.1)
+    assert passes(run) > 1.1
+    assert told[-1].endswith(f"; text read {passes(run):.3g} times")
+    assert command._repeated([run]) == f"Text was repeated: it was read {passes(run):.3g} times on 10.24K tokens."
+
+
+def test_micro_batches_make_the_same_steps(asked: Pretraining, tmp_path: Path):
+    """A step of two halves leaves the weights of a whole one; bfloat16 leaves others, and is another study."""
+    weights = {}
+    for name, changes in (("whole", {}), ("halves", {"micro_batch_size": 2}), ("coarse", {"bf16": True})):
+        changed = dataclasses.replace(asked, budgets=[1280], size=dataclasses.replace(asked.size, **changes))
+        (run,) = pretrain(changed, tmp_path / name, print)
+        weights[name] = LlamaForCausalLM.from_pretrained(run).model.embed_tokens.weight
+    torch.testing.assert_close(weights["halves"], weights["whole"], atol=1e-4, rtol=0)
+    assert (weights["coarse"] - weights["whole"]).abs().max() > 1e-4
+    pretrain(dataclasses.replace(asked, budgets=[1280]), tmp_path / "halves", print)  # which is done
+    with pytest.raises(RecipeError, match="pre-trained with another size"):
+        pretrain(changed, tmp_path / "whole", print)
+
+
+def test_steps_that_cannot_be_made_are_refused(asked: Pretraining, tmp_path: Path):
+    """Before anything is written."""
+    for changes, says in (
+        ({"budgets": [10**6, 127]}, "a budget of 127 tokens, where a step has 128"),
+        ({"size": dataclasses.replace(asked.size, micro_batch_size=3)}, "a divisor of the 4 blocks"),
+    ):
+        with pytest.raises(RecipeError, match=says):
+            pretrain(dataclasses.replace(asked, **changes), tmp_path / "study", print)
+    assert not (tmp_path / "study").exists()
+
+
+@pytest.mark.parametrize("size", ["15m", "30m", "90m"])
+def test_the_command_of_the_recipes(size: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """It pre-trains with the paper's budgets; flags say how they fit into memory."""
+    seen: list[Pretraining] = []
+
+    def stop(asked: Pretraining, *_: Any) -> Any:
+        seen.append(asked)
+        raise RecipeError("stop")
+
+    monkeypatch.setattr(command, "pretrain", stop)
+    call = ["--size", size, "--data_files", "FOLDER", "--output_dir", str(tmp_path)]
+    assert command.main(call) == 2
+    assert command.main([*call, "--budgets", "1B", "--pretrain_micro_batch_size", "32", "--bf16"]) == 2
+    plain, fitted = seen
+    assert [budget / 1e9 for budget in plain.budgets] == [4, 8, 16, 32, 64, 128]
+    keys = schedule(fitted, fitted.budgets[0])
+    assert (fitted.budgets, keys["bf16"], schedule(plain, 4 * 10**9)["bf16"]) == ([10**9], True, False)
+    assert (keys["per_device_train_batch_size"], keys["gradient_accumulation_steps"]) == (32, 8)
 
 
 def test_a_killed_run_goes_on_with_the_same_weights(
@@ -121,10 +180,10 @@ def test_a_killed_run_goes_on_with_the_same_weights(
 
 
 @pytest.mark.parametrize(
-    ("size", "layers", "width", "inner", "parameters"),
-    [("15m", 3, 192, 768, 1.8e6), ("30m", 6, 384, 1536, 14.2e6), ("90m", 9, 576, 2304, 47.8e6)],
+    ("size", "layers", "width", "inner", "parameters", "halved"),
+    [("15m", 3, 192, 768, 1.8e6, 1.1e6), ("30m", 6, 384, 1536, 14.2e6, 8.8e6), ("90m", 9, 576, 2304, 47.8e6, 29.9e6)],
 )
-def test_table_3(size: str, layers: int, width: int, inner: int, parameters: float):
+def test_table_3(size: str, layers: int, width: int, inner: int, parameters: float, halved: float):
     """Layers, heads, widths, context, batch, learning rate; and that the names do not match the table."""
     asked = SIZES[size]
     assert (asked.num_hidden_layers, asked.num_attention_heads) == (layers, layers)
@@ -145,6 +204,8 @@ def test_table_3(size: str, layers: int, width: int, inner: int, parameters: flo
         )
     inside = sum(weight.numel() for name, weight in model.named_parameters() if ".layers." in name)
     assert inside == pytest.approx(parameters, rel=0.02)
+    # OLMo's SwiGLU halves the inner width that the table prints: its three matrices have half as many numbers.
+    assert inside - layers * 3 * width * inner / 2 == pytest.approx(halved, rel=0.02)
 
 
 def test_flags_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
