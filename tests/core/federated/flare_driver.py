@@ -102,6 +102,11 @@ def foreign(folder: Path, executor: str, with_code: bool) -> Path:
     return job
 
 
+def trainings(kit: Path) -> int:
+    """Return how often a site was asked to train, as its log says."""
+    return (kit.parent / f"{kit.name}.log").read_text(encoding="utf-8").count("name=train,")
+
+
 def rounds_done(folder: Path) -> int:
     log = folder / "rounds.jsonl"
     return len(log.read_text(encoding="utf-8").splitlines()) if log.is_file() else 0
@@ -136,11 +141,14 @@ def main(folder: Path, port: int) -> None:
         kits / "admin", foreign(jobs, "nvflare.app_common.np.np_trainer.NPTrainer", with_code=False)
     )
 
-    shutil.copy(folder / "longer.yaml", kits / "server" / "local" / "tunery.yaml")
-    launch.submit_job(kits / "admin", user, launch.write_job(jobs, "longer", sites=2), wait=False)
-    wait_for(lambda: rounds_done(folder / "longer") >= 1)
+    for party in ("server", "site-2"):
+        shutil.copy(folder / f"endless-{party}.yaml", kits / party / "local" / "tunery.yaml")
+    earlier = trainings(kits / "site-2")
+    launch.submit_job(kits / "admin", user, launch.write_job(jobs, "endless", sites=2), wait=False)
+    wait_for(lambda: trainings(kits / "site-2") > earlier)
+    said["done when the site was killed"] = rounds_done(folder / "endless")
     kill(kits / "site-2")
-    wait_for(lambda: (folder / "longer" / "result.json").is_file())
+    wait_for(lambda: (folder / "endless" / "result.json").is_file())
     print(json.dumps(said), flush=True)
     for name in ("server", *sites):
         kill(kits / name)

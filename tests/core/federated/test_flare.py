@@ -26,6 +26,7 @@ from tunery.core.models import load_model
 from tunery.registry.errors import RecipeError
 
 SITES = ("site-1", "site-2")
+TIMEOUT = 20  # seconds of a round that a site is killed in, half way through a training without end
 
 
 def test_projects_that_cannot_be_read(tmp_path: Path, cli: Any):
@@ -136,8 +137,9 @@ def parties(tiny: Any, tmp_path: Path) -> dict[str, Path]:
             own |= {"validation_file": own["train_file"], "server_data": own["train_file"]}
         recipes[name] = tmp_path / f"{name}.yaml"
         recipes[name].write_text(json.dumps({**keys, **own}), encoding="utf-8")
-    longer = {**keys, **own, "num_rounds": 5, "round_timeout": 20, "output_dir": str(tmp_path / "longer")}
-    (tmp_path / "longer.yaml").write_text(json.dumps(longer), encoding="utf-8")
+        endless = {"num_rounds": 3, "round_timeout": TIMEOUT, "num_train_epochs": 100_000}
+        endless |= {"output_dir": str(tmp_path / "endless")} if name == "server" else {}
+        (tmp_path / f"endless-{name}.yaml").write_text(json.dumps({**keys, **own, **endless}), encoding="utf-8")
     return recipes
 
 
@@ -241,8 +243,8 @@ def test_real_server_and_sites(kits: Path, parties: dict[str, Path], tmp_path: P
         for key, value in here.items():
             torch.testing.assert_close(there[key], value, rtol=0, atol=1e-6)
 
-    rows = [json.loads(line) for line in (tmp_path / "longer" / "rounds.jsonl").read_text().splitlines()]
-    assert len(rows) == 5
-    assert rows[0]["clients"] == list(SITES)
-    lost = [row for row in rows if "site-2" in row["left_out"]]
-    assert lost and all(row["clients"] == ["site-1"] for row in rows[rows.index(lost[0]) :])
+    rows = [json.loads(line) for line in (tmp_path / "endless" / "rounds.jsonl").read_text().splitlines()]
+    assert said["done when the site was killed"] == 0 and len(rows) == 3
+    assert rows[0]["left_out"] == {"site-2": "no reply in time"}
+    assert TIMEOUT <= rows[0]["seconds"] < 2 * TIMEOUT
+    assert all(row["clients"] == ["site-1"] for row in rows)
