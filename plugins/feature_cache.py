@@ -227,8 +227,8 @@ class _Store:
         fresh = sorted(self.features.keys() - filed)
         if not fresh:
             return
-        content = {
-            "keys": torch.tensor([list(key) for key in fresh], dtype=torch.uint8),
+        content = {  # garbage may be collected anywhere: where a model is built on the meta device, say
+            "keys": torch.tensor([list(key) for key in fresh], dtype=torch.uint8, device="cpu"),
             "features": torch.stack([self.features[key] for key in fresh]),
         }
         name = hashlib.blake2b(b"".join(fresh), digest_size=16).hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -226,6 +227,17 @@ def test_damaged_file_is_named_and_done_without(tmp_path: Path, caplog: pytest.L
         assert torch.equal(answers(again, tokens()), expected)
     assert len(runs) == 6
     assert file.name in caplog.text
+
+
+def test_filed_when_the_run_is_gone(tmp_path: Path) -> None:
+    """What is scored after training is filed once the run is garbage, even while another model is built on no device."""
+    model, strategy, run = prepared(tiny("bert"), cache_dir=str(tmp_path))
+    answers(model, tokens())
+    with torch.device("meta"):
+        del model, strategy, run
+        gc.collect()
+    (file,) = tmp_path.glob("*/*.safetensors")
+    assert load_file(file)["features"].shape == (6, 3, 16)
 
 
 def test_ranks_share_files(tmp_path: Path) -> None:
