@@ -6,12 +6,11 @@ RUN := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 ARGS ?=
 
-# Nothing is fetched from a hub, and caches go with the environment. DeepSpeed compiles its one CPU op there, once.
+# Nothing is fetched from a hub, and caches go with the environment.
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HOME ?= $(CURDIR)/$(VENV)/cache/huggingface
 export MPLCONFIGDIR ?= $(CURDIR)/$(VENV)/cache/matplotlib
-export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/cache/torch_extensions
 
 .PHONY: help venv quickstart test slow check lint types layers bench constraints clean
 

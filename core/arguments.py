@@ -119,5 +119,7 @@ def _start_deepspeed(use_cpu: bool) -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         import deepspeed
 
+        # An op of DeepSpeed's for inference: building it takes a C++ compiler and a minute, and training never calls it.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         # Also where the user has made a process group already: DeepSpeed takes it over only when told.
         deepspeed.init_distributed("gloo", verbose=False)

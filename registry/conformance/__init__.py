@@ -9,8 +9,8 @@ That is all of a test file: name the plugin as a user selects it, with options u
 installed. Class attributes say more where it is needed: ``models`` and ``stages`` to check it on; for a regularizer,
 ``stochastic`` and the ``strategies`` to combine it with; for a probe, the ``strategies`` it measures.
 
-The laws train tiny models on CPU, offline; one plugin takes about half a minute. They need pytest, and for ZeRO a C++
-compiler: DeepSpeed builds a small operation when it is first used on a machine, which takes one to two minutes.
+The laws train tiny models on CPU, offline; one plugin takes about half a minute. They need pytest, and for ZeRO
+DeepSpeed.
 """
 
 from __future__ import annotations

@@ -66,12 +66,14 @@ class ProbeLaws(PluginLaws):
     def test_leaves_no_trace_when_it_fails(self, model: str, tmp_path: Path) -> None:
         """The same when what the probe uses raises or is interrupted: at first, midway, and at last."""
         trial = self.trial(model, dropout=True, accumulation=2)
-        assert measure_midway(trial.job(ONE, tmp_path), failing_at=(0.0, 0.5, 1.0)) == []
+        failing = tuple(itertools.product((0.0, 0.5, 1.0), (_Fault, _Interruption)))
+        assert measure_midway(trial.job(ONE, tmp_path), failing) == []
 
     def test_leaves_no_trace_when_it_fails_on_every_stage(self, traced: str, tmp_path: Path) -> None:
-        """The same on every rank of two processes."""
+        """The same on every rank of two processes: an error midway, an interruption at last."""
         trial = self.trial(self.first_model(), dropout=True, accumulation=2)
-        assert on_stage(traced, measure_midway, trial.job(traced, tmp_path), (0.5, 1.0)) == []
+        failing = ((0.5, _Fault), (1.0, _Interruption))
+        assert on_stage(traced, measure_midway, trial.job(traced, tmp_path), failing) == []
 
     def test_measures_the_same_on_every_stage(self, model: str, strategy: str, stage: str) -> None:
         """Two ranks of any stage measure what one process measures."""
@@ -105,13 +107,13 @@ def _what(row: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key != "value"}
 
 
-def measure_midway(job: Job, failing_at: Sequence[float] = ()) -> list[str]:
+def measure_midway(job: Job, failing: Sequence[tuple[float, type[BaseException]]] = ()) -> list[str]:
     """Measure between two micro-batches and after a step; return what differs afterwards, of any rank.
 
     Args:
         job: the training.
-        failing_at: where further measurements fail, once by an error and once by an interruption: 0 at the first call of
-            what the probe is given, 1 at the last. Two places of the training are enough for these.
+        failing: where further measurements fail, and by what: 0 at the first call of what the probe is given, 1 at the
+            last. Two places of the training are enough for these.
     """
     from transformers import TrainerCallback
 
@@ -131,15 +133,14 @@ def measure_midway(job: Job, failing_at: Sequence[float] = ()) -> list[str]:
             with _Failing(trainer) as counting:
                 trainer.probe("evaluate")
             differing.update(changed(before, everything(trainer)))
-            for place in failing_at if measured < 2 else ():
+            for place, fault in failing if measured < 2 else ():
                 assert counting.calls, "the probe uses neither the model, nor its sharding, nor the evaluation"
                 call = 1 + round(place * (counting.calls - 1))
-                for fault in (_Fault, _Interruption):
-                    with _Failing(trainer, call, fault) as failing:
-                        trainer.probe("evaluate")
-                    assert failing.raised, f"call {call} of {counting.calls} was not made again"
-                    found = changed(before, everything(trainer))
-                    differing.update(f"{what} after {fault.__name__} at {call}" for what in found)
+                with _Failing(trainer, call, fault) as stopped:
+                    trainer.probe("evaluate")
+                assert stopped.raised, f"call {call} of {counting.calls} was not made again"
+                found = changed(before, everything(trainer))
+                differing.update(f"{what} after {fault.__name__} at {call}" for what in found)
             measured += 1
 
     with tiny_process():

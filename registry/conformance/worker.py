@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -29,7 +28,6 @@ def serve(line: Connection, rank: int, ranks: int, folder: str) -> None:
     log = os.open(Path(folder) / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(log, stream)
-    own_bin = str(Path(sys.executable).parent)  # DeepSpeed builds with the ninja that is installed there
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -38,7 +36,6 @@ def serve(line: Connection, rank: int, ranks: int, folder: str) -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "0",
         "OMP_NUM_THREADS": "1",
-        "PATH": os.pathsep.join([own_bin, os.environ.get("PATH", "")]),
     }
     importlib.import_module(f"{__package__}.preload")  # the server has done so, unless it is somebody else's
     import torch

@@ -21,7 +21,6 @@ from ..errors import TuneryError
 
 STAGES = ("ddp", "zero1", "zero2", "zero3") if find_spec("deepspeed") else ("ddp",)
 RANKS = 2
-START_SECONDS = 500.0  # DeepSpeed compiles a small operation when it is first used on a machine
 JOB_SECONDS = 300.0
 GRACE_SECONDS = 20.0
 _TAIL = 4000
@@ -79,7 +78,6 @@ class WorkerGroup:
 
         self.broken = False
         self._seconds = seconds
-        self._first = True
         self._folder = tempfile.TemporaryDirectory(prefix="tunery-workers-", ignore_cleanup_errors=True)
         _processes.set_forkserver_preload([f"{__package__}.preload"])
         self._lines: list[Connection] = []
@@ -94,14 +92,12 @@ class WorkerGroup:
 
     def run(self, job: Callable[..., Any], *arguments: Any) -> Any:
         """Run ``job`` on every rank; see :func:`on_stage`."""
-        seconds = max(self._seconds, START_SECONDS) if self._first else self._seconds
         for line in self._lines:
             try:
                 line.send((job, arguments))
             except OSError:
                 self.broken = True  # it has died; that it does not answer will tell
-        answers = self._answers(seconds)
-        self._first = False
+        answers = self._answers(self._seconds)
         errors = [error for _, error in answers]
         if not any(errors):
             return answers[0][0]

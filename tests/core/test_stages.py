@@ -10,7 +10,7 @@ from torch.nn import functional
 from tunery.registry.conformance.gradients import RATE, assert_same_gradients, assert_same_moves, gradients, moves
 from tunery.registry.conformance.models import MODELS, base_model
 from tunery.registry.conformance.trials import ONE, Trial, tiny_process
-from tunery.registry.conformance.workers import STAGES
+from tunery.registry.conformance.workers import STAGES, on_stage
 
 MODELS_TO_TRY = ("bert_classifier", "llama_causal_lm")
 ZERO3 = pytest.mark.skipif("zero3" not in STAGES, reason="DeepSpeed does not run on this platform")
@@ -34,6 +34,13 @@ def test_twenty_losses_and_gradient_norms_are_those_of_one_process(strategy: str
         found = trial.run(stage).logged(key)
         assert len(found) == 20
         assert found == pytest.approx(trial.run().logged(key), rel=1e-5), key
+
+
+@ZERO3
+def test_needs_no_compiler_on_cpu() -> None:
+    """DeepSpeed is not left to build an op that training never calls."""
+    Trial().run("zero2")
+    assert on_stage("zero2", eval, "__import__('deepspeed').comm.comm.cdb.shm_comm_op is None")
 
 
 @pytest.mark.parametrize("model", MODELS_TO_TRY)
