@@ -60,7 +60,7 @@ class ProbeLaws(PluginLaws):
 
     def test_leaves_no_trace_on_every_stage(self, traced: str, strategy: str, tmp_path: Path) -> None:
         """The same on every rank of two processes."""
-        trial = self.trial(self.first_model(), strategy=strategy, dropout=True, accumulation=2)
+        trial = self.trial(self.first_model(), strategy=strategy, dropout=True, accumulation=2, steps=2)
         assert on_stage(traced, measure_midway, trial.job(traced, tmp_path)) == []
 
     def test_leaves_no_trace_when_it_fails(self, model: str, tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ class ProbeLaws(PluginLaws):
 
     def test_leaves_no_trace_when_it_fails_on_every_stage(self, traced: str, tmp_path: Path) -> None:
         """The same on every rank of two processes: an error midway, an interruption at last."""
-        trial = self.trial(self.first_model(), dropout=True, accumulation=2)
+        trial = self.trial(self.first_model(), dropout=True, accumulation=2, steps=2)
         failing = ((0.5, _Fault), (1.0, _Interruption))
         assert on_stage(traced, measure_midway, trial.job(traced, tmp_path), failing) == []
 

@@ -71,6 +71,7 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bool]:
             lines += [
                 f"class Test_{plugin}({kind.title()}Laws):",
                 f"    plugin, models, stages = {plugin!r}, ('bert_classifier',), ('zero3',)",
+                "    traced_stages, strategies = stages, ('full',)",
             ]
             asked += [f"test_them.py::Test_{plugin}::test_{law}" for law in laws or all_laws(kind)]
     asked.append("test_them.py::Test_fair_weather::test_leaves_no_trace")
