@@ -9,8 +9,7 @@ That is all of a test file: name the plugin as a user selects it, with options u
 installed. Class attributes say more where it is needed: ``models`` and ``stages`` to check it on; for a regularizer,
 ``stochastic`` and the ``strategies`` to combine it with; for a probe, the ``strategies`` it measures.
 
-The laws train tiny models on CPU, offline; one plugin takes about half a minute. They need pytest, and for ZeRO
-DeepSpeed.
+The laws train tiny models on CPU, offline; one plugin takes about half a minute. They need pytest.
 """
 
 from __future__ import annotations

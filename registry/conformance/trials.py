@@ -182,9 +182,8 @@ class Job:
             rows = [row for row in rows if self.trial.only in (None, row["task_ids"])]
         model = None if self.trial.arguments_first else tiny.load(self.base)
         args = tunery.TrainingArguments(**self.arguments())
-        if (
-            self.where == "zero3"
-        ):  # the preset's "auto" is the square of the width: less than one matrix of a tiny model
+        if self.where == "zero3":
+            # The preset's "auto" is the square of the width: less than one matrix of a tiny model.
             args.hf_deepspeed_config.config["zero_optimization"]["reduce_bucket_size"] = 10_000
         model = model or tiny.load(self.base)
         if self.trial.tokenizer:

@@ -159,7 +159,8 @@ def test_step_of_one_task_leaves_the_others_and_a_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "frozen"), [("one", "a"), *[(stage, "a") for stage in STAGES], ("one", "b"), (STAGES[-2:][0], "b")]
+    ("stage", "frozen"),
+    [*((stage, "a") for stage in ("one", *STAGES)), *((stage, "b") for stage in ("one", STAGES[0]))],
 )
 def test_joint_run_is_each_tasks_run_alone(stage: str, frozen: str) -> None:
     """By the Trainer too, in float32: after 50 steps on the same rows, alone or among others', a task ends the same.
