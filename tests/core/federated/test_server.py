@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 import tunery.core.federated.server
-
 from tunery.core.federated.arguments import build_federated_options
 from tunery.core.federated.payload import Payload
 from tunery.core.federated.run import assemble
