@@ -1,4 +1,4 @@
-"""Stand-ins of one owner: brought closer to the model before they train, on the run's own inputs, and made whole again."""
+"""Stand-ins of one owner: brought closer to the model before they train, and made whole again."""
 
 from __future__ import annotations
 

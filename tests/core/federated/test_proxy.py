@@ -170,6 +170,15 @@ def test_server_data_from_a_file(half_width, run_federation, tmp_path: Path):
         run_federation(tmp_path / "noise", **keys, clip_norm=1.0, noise_multiplier=0.1)
 
 
+def test_aligned_on_text_that_the_strategy_names(run_federation, tmp_path: Path):
+    """A file of the server's, read and tokenized by the strategy; the server needs no rows then."""
+    (tmp_path / "own.txt").write_text("a b c d\n" * 9, encoding="utf-8")
+    own = f"distill_steps=2,data={tmp_path / 'own.txt'},length=8"
+    strategy = f"proxy_sub_fm:r=2,ratio=0.5,retained=[0],realign_every=0,{own}"
+    result = run_federation(tmp_path / "run", strategy=strategy, num_rounds=1, client_fraction=0.2)
+    assert result["distilled"]["alignment_steps"] == 2
+
+
 def test_what_the_stand_in_keeps_is_in_memory_once(given, tmp_path: Path):
     """Beside the whole model the stand-in has its narrow blocks, its adapter and its head, and shares the rest."""
     keys = {"strategy": "proxy_sub_fm:r=2,ratio=0.5,retained=[0]", "server_fraction": 0.2}
