@@ -13,6 +13,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tunery.core.federated.arguments import build_federated_options
+from tunery.core.federated.rounds import Rounds
 from tunery.core.federated.run import assemble
 from tunery.core.federated.server import Server
 from tunery.core.federated.show import show_federation
@@ -154,6 +155,24 @@ def test_rounds_are_what_they_are_without(probed: tuple[Path, dict[str, Any]], r
             load_file(place / "rounds" / "round-00004" / f"{name}.safetensors") for place in (folder, tmp_path / "run")
         )
         assert all(one[key].equal(other[key]) for key in one)
+
+
+def test_resumed_they_measure_the_same(
+    probed: tuple[Path, dict[str, Any]], run_federation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Stopped in the third round and resumed: what was measured before is kept, and what follows has the same start."""
+    go_on = Rounds._round
+
+    def stops(self: Rounds, number: int, *rest: Any) -> Any:
+        if number == 2:
+            raise KeyboardInterrupt
+        return go_on(self, number, *rest)
+
+    keys = {**KEYS, "probe_every": 3, "probes": PROBES}
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Rounds, "_round", stops)
+        run_federation(tmp_path / "run", **keys)
+    assert run_federation(tmp_path / "run", **keys, resume_from_checkpoint="last")["probes"] == probed[1]["probes"]
 
 
 def test_picture_and_table(probed: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str]):
