@@ -155,7 +155,7 @@ def step(run: Run, tasks: int, batch: int, goal: float, folder: str) -> Claim:
             for one in theirs.values():
                 one()
 
-        variants = {**whole, PEER: peer, FLOOR: products(tasks, batch)}
+        variants: dict[str, Callable[[], object]] = {**whole, PEER: peer, FLOOR: products(tasks, batch)}
         times = run.interleave(variants, rounds=24, quick_rounds=8, warm_up=2, clock=time.perf_counter)
     rows = tasks * batch
     rates = ", ".join(f"{name} {rows / times.median(name):.1f} samples/s" for name in (OURS, PEER, ONE))
@@ -173,7 +173,7 @@ def products(tasks: int, batch: int) -> Callable[[], None]:
         for module in _base(found[0].task).base_model.encoder.modules()
         if isinstance(module, nn.Linear)
     ]
-    rows = [encode(item, _processor()).train for item in found]
+    rows: list[Any] = [encode(item, _processor()).train for item in found]
     mean = sum(sum(len(row["input_ids"]) for row in part) / len(part) for part in rows) / tasks
     tokens = round(mean * tasks * batch)
     inputs, outputs = ({size: torch.randn(tokens, size) for size in {w.shape[i] for w in weights}} for i in (1, 0))
