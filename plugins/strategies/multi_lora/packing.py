@@ -22,7 +22,7 @@ from .routing import Router
 # Their layers know positions from the embeddings alone, and their heads read the first one.
 MODEL_TYPES = ("bert", "camembert", "electra", "roberta", "xlm-roberta")
 ATTENTION = "tunery_rows"
-# What attention costs more, row by row, in padded tokens: measured on a CPU. On a GPU so many small operations would wait
+# What attention costs more, row by row, in padded tokens: a guess, for a CPU. On a GPU so many small operations would wait
 # for each other.
 ROW_OVERHEAD = 2
 
