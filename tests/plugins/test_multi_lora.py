@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Iterator
 from itertools import combinations, pairwise
@@ -615,8 +616,11 @@ def test_who_asks_for_hidden_states_gets_them() -> None:
     mask = (torch.arange(20) < torch.tensor([2, 20] * 12)[:, None]).long()
     assert len(pieces(mask)) > 1
     batch = {"input_ids": mask * 5, "attention_mask": mask, "task_ids": torch.arange(24) % 3}
-    assert len(adapted().eval()(**batch, output_hidden_states=True).hidden_states) == 3
     assert adapted().eval()(**batch).logits.shape == (24, 3)
+    by_call, by_config = adapted().eval(), adapted().eval()
+    by_config.config.output_hidden_states = True
+    for output in (by_call(**batch, output_hidden_states=True), by_config(**batch)):
+        assert [value.shape for value in output.hidden_states] == [(24, 20, 16)] * 3
 
 
 def test_who_looks_on_sees_the_whole_batch() -> None:
@@ -660,7 +664,9 @@ def test_encoder_computes_no_padding(tasks: int) -> None:
     mask = (torch.arange(20) < torch.tensor([2, 20] * 12)[:, None]).long()
     batch = {"input_ids": mask * 5, "attention_mask": mask, "task_ids": torch.arange(24) % tasks}
     model = adapted().train()
-    layers = model.base_model.model.bert.encoder.layer
+    encoder = model.base_model.model.bert.encoder
+    model.base_model.model.config = copy.deepcopy(encoder.config)  # what its layers do not read
+    layers = encoder.layer
     seen: list[torch.Size] = []
     hook = layers[1].register_forward_hook(lambda module, args, output: seen.append(output.shape))
     assert model(**batch).logits.shape == (
@@ -673,8 +679,9 @@ def test_encoder_computes_no_padding(tasks: int) -> None:
     with pytest.raises(ZeroDivisionError):
         model(**batch)
     broken.remove()
-    assert model.config._attn_implementation == "sdpa"
-    assert model.base_model.model.bert.encoder._forward_hooks == {}
+    assert encoder.config._attn_implementation == "sdpa"
+    assert encoder._forward_hooks == encoder._forward_pre_hooks == {}
+    assert model.base_model.router.groups.rows == 24
 
 
 def test_padding_elsewhere_than_on_the_right_is_computed() -> None:

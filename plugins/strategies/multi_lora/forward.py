@@ -99,7 +99,8 @@ class JointForward:
             return None
         if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
             return None
-        if inputs.get("output_hidden_states") or inputs.get("output_attentions"):  # as wide as the whole batch
+        shown = ("output_hidden_states", "output_attentions")  # as wide as the whole batch
+        if any(inputs.get(name) or getattr(model.config, name, False) for name in shown):
             return None
         # Who looks on at an evaluation must see the batch as it came.
         if not model.training and any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()):

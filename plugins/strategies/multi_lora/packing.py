@@ -34,10 +34,10 @@ def can_pack(model: Any, mask: torch.Tensor) -> bool:
         model: a transformers model.
         mask: attention mask, shape (B, T).
     """
-    config = model.config
-    if mask.device.type != "cpu" or config.model_type not in MODEL_TYPES or config.is_decoder:
+    if mask.device.type != "cpu" or model.config.model_type not in MODEL_TYPES:
         return False
-    if config._attn_implementation not in ("sdpa", "eager") or config.chunk_size_feed_forward:
+    config = model.base_model.encoder.config  # its layers read this one
+    if config.is_decoder or config._attn_implementation not in ("sdpa", "eager") or config.chunk_size_feed_forward:
         return False
     used = mask.ne(0)
     lengths = used.sum(dim=1)
@@ -56,8 +56,8 @@ def packed(model: Any, router: Router, mask: torch.Tensor) -> Iterator[None]:
         router: knows the tasks of the batch's rows, and inside the encoder those of its tokens.
         mask: attention mask, shape (B, T), ones then zeros.
     """
-    config, encoder = model.config, model.base_model.encoder
-    groups, attention = router.groups, config._attn_implementation
+    encoder = model.base_model.encoder
+    config, groups, attention = encoder.config, router.groups, encoder.config._attn_implementation
     assert groups is not None
     rows, positions = mask.shape
     order = torch.arange(rows) if groups.order is None else groups.order
