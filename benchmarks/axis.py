@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic_core import PydanticCustomError
 
 from ..registry.selection import Selection, parse_selections
 
@@ -35,7 +36,7 @@ class Axis(BaseModel):
     @classmethod
     def _is_field(cls, value: str) -> str:
         if not _OPTION.fullmatch(value):
-            raise ValueError("a key of recipes, or PLUGIN:OPTION")
+            raise PydanticCustomError("field", "a key of recipes, or PLUGIN:OPTION")
         return value
 
     @property

@@ -104,19 +104,22 @@ class Suite(BaseModel):
         return cells
 
     def _check_axis(self, axis: Axis, cells: Sequence[Cell]) -> None:
-        """Refuse an axis that no method is on, a place on it taken twice, and no logarithm."""
+        """Refuse an axis that no method is on, a place on it that is taken twice or searched for, and no logarithm."""
         owner, taken = f"axis of suite {self.name}", dict[tuple[str, str, float], str]()
         for cell in cells:
             x = axis.value(cell.recipe)
             if x is None:
                 continue
+            if axis.key == "learning_rate" and cell.protocol.learning_rates:
+                asked = f"method {cell.method!r} searches the learning_rate that it is at"
+                raise RecipeError(asked, owner=owner, remedy="leave learning_rate_search out")
             if axis.scale == "log" and x <= 0:
                 remedy = "scale: linear draws it"
                 raise RecipeError(f"method {cell.method!r} is at {x:g}, no logarithm", owner=owner, remedy=remedy)
             first = taken.setdefault((cell.task, axis.line(cell.recipe), x), cell.method)
             if first != cell.method:
-                asked = f"methods {first!r} and {cell.method!r} both have {axis.field} at {x:g}"
-                raise RecipeError(asked, owner=owner, remedy="give each another value")
+                asked = f"methods {first!r} and {cell.method!r} are both at {x:g}"
+                raise RecipeError(asked, owner=owner, remedy=f"give each another {axis.field}")
         if not taken:
             raise RecipeError(f"no method says {axis.field}", owner=owner, remedy="write it in each method's keys")
 

@@ -82,7 +82,7 @@ def test_shipped_suites_can_be_run(name: str, tmp_path: Path):
             {"axis": {"name": "rate", "field": "learning_rat"}},
             "no key 'learning_rat'; in axis of suite tiny.yaml.*rate'",
         ),
-        ({"axis": {"name": "rate", "field": "a b"}}, "axis.field: Value error, a key of recipes, or PLUGIN:OPTION"),
+        ({"axis": {"name": "rate", "field": "a b"}}, "axis.field: a key of recipes, or PLUGIN:OPTION"),
         ({"axis": {"field": "learning_rate", "scale": "ln"}}, "axis.name: Field required"),
     ],
 )
@@ -98,7 +98,8 @@ RATES = {name: {"strategy": "full", "learning_rate": rate} for name, rate in (("
     ("axis", "changes", "message"),
     [
         ({"field": "mhloss:heads"}, {}, "no method says mhloss:heads; in axis of suite tiny;"),
-        ({"field": "learning_rate"}, {"learning_rate": 0.1}, "'low' and 'high' both have learning_rate at 0.1"),
+        ({"field": "learning_rate"}, {"learning_rate": 0.1}, "'low' and 'high' are both at 0.1.*another learning_rate"),
+        ({"field": "leave_out", "complement": True}, {"leave_out": 0.6}, "'low' and 'high' are both at 0.4"),
         ({"field": "leave_out", "scale": "log"}, {"leave_out": 0}, "method 'low' is at 0, no logarithm"),
     ],
 )
@@ -108,6 +109,14 @@ def test_axis_that_is_none(axis: dict[str, Any], changes: dict[str, Any], messag
     with pytest.raises(RecipeError, match=message) as caught:
         suite.cells(changes)
     assert "\n" not in str(caught.value)
+
+
+def test_axis_that_every_cell_searches(place: Any):
+    """The rate that a cell trains with would not be where its method is drawn."""
+    axis, search = {"name": "x", "field": "learning_rate"}, ["learning_rate_search(1e-3, 1e-2)"]
+    suite = read_suite(str(place.suite(methods=RATES, axis=axis, protocol=search)))
+    with pytest.raises(RecipeError, match=r"'low' searches the learning_rate .*leave learning_rate_search out"):
+        suite.cells({})
 
 
 @pytest.mark.parametrize(
