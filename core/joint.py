@@ -38,6 +38,14 @@ def check_joint(run: RunContext, args: Any) -> None:
         )
 
 
+def head_task(tasks: Sequence[Task]) -> Task:
+    """Return the task whose head the base model is loaded with: one that models language, if any, else the first.
+
+    The head that models language comes with the base model; a strategy of several tasks draws the others' beside it.
+    """
+    return next((task for task in tasks if task.kind.is_language_modelling), tasks[0])
+
+
 def best_alone(task: Task, joint: str) -> dict[str, Any]:
     """Return by which metric a run on one task alone chooses its best model, where a joint one chooses by ``joint``.
 

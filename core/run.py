@@ -14,6 +14,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,9 @@ from .data.metrics import (
     compute_metrics,
     majority_baseline,
     mean_of_main,
-    token_losses,
+    row_scores,
 )
-from .joint import best_alone
+from .joint import best_alone, head_task
 from .models import commit_of, load_model, load_processor
 from .options import Options
 from .plots import CURVE, plot_training_curve
@@ -60,7 +61,7 @@ def train(options: Options) -> dict[str, Any]:
         TuneryError: anything a user can mend; nothing has been trained then.
     """
     args, output_dir = options.training, options.output_dir
-    choose(args.strategy, args.regularizers, args.probes)  # a wrong name should cost no loading of models
+    chosen = choose(args.strategy, args.regularizers, args.probes)  # a wrong name should cost no loading of models
     resume, earlier = _prepare_output(options)
 
     set_seed(args.seed)
@@ -69,7 +70,7 @@ def train(options: Options) -> dict[str, Any]:
     tasks = [item.task for item in data]
     reference, revision = options.run.model_name_or_path, options.run.model_revision
     processor = load_processor(reference, tasks[0], revision)
-    model = load_model(reference, tasks[0], revision, options.run.dtype)
+    model = load_model(reference, head_task([*tasks, *chosen.earlier_tasks]), revision, options.run.dtype)
     encoded = encode_jointly(data, processor, options.mixing) if len(data) > 1 else encode(data[0], processor)
     if args.do_predict and encoded.test is None:
         raise DataError("do_predict without a labelled test split", owner=", ".join(task.name for task in tasks))
@@ -229,10 +230,10 @@ def _scoring(tasks: Sequence[Task]) -> dict[str, Any]:
     """Return the Trainer's arguments that say how evaluations are scored."""
     if len(tasks) == 1:
         return {"compute_metrics": compute_metrics(tasks[0])}
-    words = tasks[0].kind.is_language_modelling
+    words = any(task.kind.is_language_modelling for task in tasks)
     return {
         "compute_metrics": compute_joint_metrics(tasks),
-        "preprocess_logits_for_metrics": token_losses if words else None,
+        "preprocess_logits_for_metrics": partial(row_scores, tasks=tasks) if words else None,
     }
 
 

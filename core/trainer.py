@@ -19,7 +19,7 @@ from peft import PeftModel
 from torch import nn
 from transformers.trainer_utils import set_seed
 
-from ..registry.context import Stage, Task, TaskKind
+from ..registry.context import Stage, Task
 from ..registry.errors import ArtifactError, CompatibilityError, RecipeError
 from ..registry.proxy import ProxyStrategy
 from .alignment import align
@@ -31,7 +31,7 @@ from .dropout import asked_dropout
 from .joint import check_joint, clip_each
 from .models import align_tokens
 from .moments import Moments, ProbedTrainer
-from .objective import Objective, last_output
+from .objective import Objective, last_output, predicts_next
 from .probing import Snapshot
 from .recipe import choose, observe
 from .sampling import asked_sampler
@@ -82,7 +82,7 @@ class PluginTrainerMixin(ProbedTrainer):
             model = self._equip(model, args)
         super().__init__(model=model, args=args, **kwargs)
         # Only causal-LM losses really divide by num_items_in_batch (transformers#47688), and not those of several tasks.
-        shifts = self._loss_shifts_labels and len(self._tasks) == 1
+        shifts = len(self._tasks) == 1 and predicts_next(self.run.task, self._loss_shifts_labels)
         self.model_accepts_loss_kwargs = bool(self.model_accepts_loss_kwargs and shifts)
         if len(self.run.tasks) > 1:
             self.label_names = ["labels", "task_ids"]
@@ -114,7 +114,7 @@ class PluginTrainerMixin(ProbedTrainer):
         self.recipe.check_arguments(args)
         self._base = describe_base(model, self.run, self._base_reference)
         self._base |= asked_dropout(model, args)
-        self.recipe.check_base(self._base)
+        self.recipe.check_base(model, self.run, self._base)
         strategy = self.recipe.strategy
         if strategy is not None:
             if isinstance(model, PeftModel):
@@ -193,8 +193,7 @@ class PluginTrainerMixin(ProbedTrainer):
         self._updates.expect(self.optimizer)
         self.objective.plan(
             samples,
-            # transformers does not know of GPT-2's loss that it shifts; the task does
-            shifts_labels=self._loss_shifts_labels or self.run.task.kind is TaskKind.CAUSAL_LM,
+            shifts_labels=self._loss_shifts_labels,
             accelerator=self.accelerator,
             across_ranks=self.args.average_tokens_across_devices,
             step=self.state.global_step,

@@ -153,7 +153,7 @@ MEAN = "mean"
 def compute_joint_metrics(tasks: Sequence[Task]) -> Callable[[EvalPrediction], dict[str, float]]:
     """Return the ``compute_metrics`` of a Trainer whose rows belong to several tasks.
 
-    It takes labels and ``task_ids``, and logits of shape (rows, widest label space), or what :func:`token_losses` makes of
+    It takes labels and ``task_ids``, and logits of shape (rows, widest label space), or what :func:`row_scores` makes of
     a language model's. Metrics are named ``<task>_<metric>``; ``mean`` is the mean of the tasks' main ones, and is left
     out where one of them is only known after training.
     """
@@ -166,16 +166,17 @@ def compute_joint_metrics(tasks: Sequence[Task]) -> Callable[[EvalPrediction], d
         outputs = evaluation.predictions
         given: Any = evaluation.label_ids
         labels, task_ids = given
-        logits = np.asarray(outputs[0] if isinstance(outputs, tuple) else outputs)
+        logits, labels = np.asarray(outputs[0] if isinstance(outputs, tuple) else outputs), np.asarray(labels)
+        single = labels if labels.ndim == 1 else labels[:, 0]
         found: dict[str, float] = {}
         for number, (task, score) in enumerate(zip(tasks, singly, strict=True)):
             rows = np.asarray(task_ids) == number
             if score is None:
-                nats, tokens = logits[rows].sum(axis=0)
+                nats, tokens = logits[rows, :2].sum(axis=0)
                 scores = _from_loss(task, float(nats) / max(float(tokens), 1.0))
             else:
                 own = logits[rows][:, : task.num_labels]
-                scores = score(EvalPrediction(predictions=own, label_ids=np.asarray(labels)[rows]))
+                scores = score(EvalPrediction(predictions=own, label_ids=single[rows]))
             found |= {f"{task.name}_{name}": value for name, value in scores.items()}
         return found | mean_of_main(tasks, found)
 
@@ -189,19 +190,32 @@ def mean_of_main(tasks: Sequence[Task], found: Mapping[str, float], prefix: str 
     return {f"{prefix}{MEAN}": sum(known) / len(known)} if len(known) == len(main) else {}
 
 
-def token_losses(logits: torch.Tensor, labels: Any) -> torch.Tensor:
-    """Return the sum of nats and the number of counted tokens of each row, shape (rows, 2): not every logit is kept.
+def row_scores(logits: torch.Tensor, labels: Any, tasks: Sequence[Task]) -> torch.Tensor:
+    """Return what is kept of each row of language models: nats and counted tokens, or a classifier's logits.
 
     Args:
-        logits: shape (rows, positions, vocabulary).
-        labels: token ids of shape (rows, positions), -100 not counted, alone or first of several.
+        logits: shape (rows, positions, vocabulary), a classifier's in the first position; (rows, labels) without a row of
+            language modelling.
+        labels: token ids of shape (rows, positions), -100 not counted, and ``task_ids``.
+        tasks: the tasks, in the order of their numbers.
+
+    Returns:
+        Shape (rows, widest label space, at least 2), filled up with zeros.
     """
     import torch
     from torch.nn import functional
 
-    targets = (labels[0] if isinstance(labels, tuple) else labels)[:, 1:]
-    losses = functional.cross_entropy(logits[:, :-1].float().transpose(1, 2), targets, reduction="none")
-    return torch.stack([losses.sum(dim=1), targets.ne(-100).sum(dim=1).to(losses.dtype)], dim=1)
+    targets, task_ids = labels
+    words = torch.tensor([task.kind.is_language_modelling for task in tasks], device=task_ids.device)[task_ids]
+    width = max(2, *(task.num_labels for task in tasks))
+    first = (logits if logits.dim() == 2 else logits[:, 0]).float()[:, :width]
+    kept = functional.pad(first, (0, width - first.shape[1]))
+    if words.any():
+        own = targets[words, 1:].long()
+        losses = functional.cross_entropy(logits[words, :-1].float().transpose(1, 2), own, reduction="none")
+        kept[words] = 0.0
+        kept[words, :2] = torch.stack([losses.sum(dim=1), own.ne(-100).sum(dim=1).to(losses.dtype)], dim=1)
+    return kept
 
 
 def _from_loss(task: Task, loss: float) -> dict[str, float]:
