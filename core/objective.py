@@ -141,7 +141,11 @@ class Objective:
         return total
 
     def _joint(self, losses: torch.Tensor, share: Share | None) -> torch.Tensor:
-        """Return the sum of the tasks' losses, each task weighed by its own labels in the step."""
+        """Return the sum of the tasks' losses, each task weighed by its own labels in the step.
+
+        Behind those of the run stand those that its artefact held before, which have no rows.
+        """
+        losses = losses[: len(self.tasks)]
         if share is not None:
             losses = losses * _on(share.items, losses)
         for task, loss in zip(self.tasks, losses, strict=True):

@@ -20,7 +20,7 @@ from torch import nn
 from transformers.trainer_utils import set_seed
 
 from ..registry.context import Stage, Task
-from ..registry.errors import ArtifactError, CompatibilityError, RecipeError
+from ..registry.errors import CompatibilityError, RecipeError
 from ..registry.proxy import ProxyStrategy
 from .alignment import align
 from .arguments import PLUGIN_FIELDS, TrainingArguments
@@ -28,7 +28,7 @@ from .artifacts import describe_base, manifest, read_manifest
 from .checkpointing import check_belongs
 from .context import infer_task, make_context, optimizer_name
 from .dropout import asked_dropout
-from .joint import check_joint, clip_each
+from .joint import check_joint, clip_each, on_device
 from .models import align_tokens
 from .moments import Moments, ProbedTrainer
 from .objective import Objective, last_output, predicts_next
@@ -36,7 +36,7 @@ from .probing import Snapshot
 from .recipe import choose, observe
 from .sampling import asked_sampler
 from .sharding import ModelSharding
-from .staging import check_stages, go_through, place_to_resume, points_to_resume, stage_arguments, stage_keywords
+from .staging import asked_place, check_stages, go_through, points_to_resume, stage_arguments, stage_keywords
 from .updates import Updates
 from .weights import load_stored, name_revision
 
@@ -200,6 +200,10 @@ class PluginTrainerMixin(ProbedTrainer):
         )
         return samples, num_items
 
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        prepared: dict[str, Any] = super()._prepare_inputs(inputs)
+        return on_device(prepared, inputs) if len(self.run.tasks) > 1 else prepared
+
     def compute_loss(
         self,
         model: nn.Module,
@@ -257,7 +261,7 @@ class PluginTrainerMixin(ProbedTrainer):
         Raises:
             ArtifactError: no whole checkpoint, or one that is damaged or belongs to another base model.
         """
-        *earlier, last = points_to_resume(self.stages, self._place_to_resume(resume_from_checkpoint))
+        *earlier, last = points_to_resume(self.stages, asked_place(resume_from_checkpoint, self._run_dir))
         if last is not None:
             self.check_belongs(last)
         if earlier:
@@ -275,16 +279,6 @@ class PluginTrainerMixin(ProbedTrainer):
         output = super().train(None if last is None else str(last), *args, **kwargs)
         observe("tunery_run_end", run=self.run, result=output.metrics)
         return output
-
-    def _place_to_resume(self, asked: str | bool | None) -> Path | None:
-        if asked is None or asked is False:
-            return None
-        place = place_to_resume(self._run_dir) if asked is True else Path(asked)
-        if place is None:
-            raise ArtifactError(
-                f"no whole checkpoint in {self._run_dir}", remedy="train without --resume_from_checkpoint"
-            )
-        return place
 
     def check_belongs(self, folder: Path) -> None:
         """Check that a checkpoint, or a finished stage, is one that this trainer can go on with; see the function."""

@@ -155,7 +155,7 @@ def compute_joint_metrics(tasks: Sequence[Task]) -> Callable[[EvalPrediction], d
 
     It takes labels and ``task_ids``, and logits of shape (rows, widest label space), or what :func:`row_scores` makes of
     a language model's. Metrics are named ``<task>_<metric>``; ``mean`` is the mean of the tasks' main ones, and is left
-    out where one of them is only known after training.
+    out where one of them is only known after training, or more of one is better and less of another.
     """
     singly = [compute_metrics(task) for task in tasks]
 
@@ -183,11 +183,26 @@ def compute_joint_metrics(tasks: Sequence[Task]) -> Callable[[EvalPrediction], d
     return compute
 
 
+def main_metrics(tasks: Sequence[Task]) -> list[str]:
+    """Return the names of the metrics to look at: the task's main one, or that of each task, and their mean if it says much."""
+    from ..inflection import lower_is_better
+
+    if len(tasks) == 1:
+        return [tasks[0].metrics[0]]
+    one_way = len({lower_is_better(task.metrics[0]) for task in tasks}) == 1
+    return [*(f"{task.name}_{task.metrics[0]}" for task in tasks), *([MEAN] if one_way else [])]
+
+
 def mean_of_main(tasks: Sequence[Task], found: Mapping[str, float], prefix: str = "") -> dict[str, float]:
-    """Return ``<prefix>mean``, the mean of ``<task>_<prefix><metric>`` over the tasks' main metrics, if all are there."""
-    main = [found.get(f"{task.name}_{prefix}{task.metrics[0]}") for task in tasks]
+    """Return ``<prefix>mean``, the mean over the tasks' main metrics, if all are there.
+
+    They are called ``<prefix><task>_<metric>``, and where they are of generated text ``<task>_<prefix><metric>``. A mean of what should grow and what should shrink is no measure of either: then there is none.
+    """
+    names = [(task.name, task.metrics[0]) for task in tasks]
+    main = [found.get(f"{prefix}{task}_{name}", found.get(f"{task}_{prefix}{name}")) for task, name in names]
     known = [value for value in main if value is not None]
-    return {f"{prefix}{MEAN}": sum(known) / len(known)} if len(known) == len(main) else {}
+    complete = len(known) == len(main) and MEAN in main_metrics(tasks)
+    return {f"{prefix}{MEAN}": sum(known) / len(known)} if complete else {}
 
 
 def row_scores(logits: torch.Tensor, labels: Any, tasks: Sequence[Task]) -> torch.Tensor:
