@@ -40,6 +40,7 @@ class LastTokenReader:
         self._hook = model.get_output_embeddings().register_forward_pre_hook(self._part)
 
     def _part(self, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        self._held = None
         hidden, *others = args
         groups = self.heads.router.groups_of(hidden, self.heads.name)
         words = [

@@ -31,7 +31,8 @@ class MultiLoraModel(BaseTuner):
 
     The base model is called with ``task_ids``, integers of shape (rows,), beside its usual inputs, or :meth:`set_task`
     or :meth:`task` chose a task for all rows. With ``labels``, ``outputs.loss`` is the sum of the tasks' mean losses;
-    while training, ``outputs.task_losses`` holds them one by one, shape (tasks,).
+    while training, ``outputs.task_losses`` holds them one by one, shape (tasks,). How labels and logits lie where some tasks
+    model language and others do not is said in ``losses.py`` and ``forward.py``.
 
     Attributes:
         tasks: the tasks, in the order of their numbers.
