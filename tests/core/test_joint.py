@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from tunery.core.joint import best_alone, check_joint, head_task
+from tunery.core.objective import Objective
 from tunery.registry.conformance.trials import Trial
 from tunery.registry.context import RunContext, Task, TaskKind
 from tunery.registry.errors import CompatibilityError
@@ -73,3 +74,18 @@ def test_the_head_is_the_one_that_models_language() -> None:
     kinds = (TaskKind.CLASSIFICATION, TaskKind.CAUSAL_LM, TaskKind.REGRESSION)
     tasks = [Task(name=kind.value, kind=kind) for kind in kinds]
     assert head_task(tasks) is tasks[1] and head_task(tasks[::2]) is tasks[0]
+
+
+def test_share_of_a_micro_batch_is_by_each_tasks_own_labels() -> None:
+    """Nothing predicts a row's first token, and a classifier's label stands there: 4 and 1 tokens, 1 and 2 labels."""
+    tasks = [Task(name=kind.value, kind=kind) for kind in (TaskKind.CAUSAL_LM, TaskKind.CLASSIFICATION)]
+    objective = Objective([], tasks)
+    none = [-100] * 4
+    batches = [
+        {"labels": torch.tensor([[1, 2, 3, 4, 5], [1, *none]]), "task_ids": torch.tensor([0, 1])},
+        {"labels": torch.tensor([[0, *none], [6, 7, *none[1:]], [1, *none]]), "task_ids": torch.tensor([1, 0, 1])},
+    ]
+    objective.plan(batches, shifts_labels=True, accelerator=None, across_ranks=False)
+    shares = [objective.next_share() for _ in batches]
+    found = [share.items.tolist() for share in shares if share is not None]
+    assert found == [pytest.approx([2 * 4 / 5, 2 * 1 / 3]), pytest.approx([2 * 1 / 5, 2 * 2 / 3])]
