@@ -17,9 +17,10 @@ from typing import Any, Literal
 from ..core.artifacts import versions, write_json
 from ..registry.errors import TuneryError
 from .claims import claimed
+from .errors import DamagedResultError
 from .inputs import differences
 from .measuring import measure
-from .results import FORMAT, DamagedResultError, file_name, read_cell, sealed, set_aside
+from .results import FORMAT, file_name, read_cell, sealed, set_aside
 from .suite import Cell
 
 WORK = ".work"

@@ -66,8 +66,10 @@ def bench(
     from ..core.federated.arguments import FederatedArguments
     from ..core.options import read_flags
     from ..registry.loading import load_plugins
+    from .choosing import select, with_methods
     from .regression import read_baseline
-    from .suite import read_suite, select, with_methods, write_suite
+    from .suite import read_suite
+    from .suite_file import write_suite
 
     calm()
     catalog = load_plugins().catalog

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from ..registry.errors import did_you_mean
-from .results import ResultError, Results
+from .errors import ResultError
+from .results import Results
 from .statistics import ALPHA, Comparison, Summary, compare, detectable_difference, holm, summarize, variance_p
 
 AVERAGE = "average"

@@ -15,7 +15,8 @@ from typing import Any
 
 from ..core.artifacts import write_json
 from .comparison import AVERAGE, check_metric, in_points, metric_of, scores_of, seed_averages
-from .results import ResultError, Results, digest
+from .errors import ResultError
+from .results import Results, digest
 from .statistics import ALPHA, holm, worse_p
 
 FORMAT = 1

@@ -11,16 +11,16 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..registry.errors import TuneryError
+from .errors import DamagedResultError, ResultError
 from .joint import by_task, curve_of
+from .suite_file import SUITE, position, read_suite_file
 
 FORMAT = 1
-SUITE = "suite.json"
 QUARANTINE = "damaged"
 STATUSES = ("done", "failed")
 OUT_OF_100 = ("bleu", "chrf")  # of core.data.metrics, which is slow to import
@@ -41,14 +41,6 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
     "run_info": dict,
     "meta_info": dict,
 }
-
-
-class ResultError(TuneryError):
-    """A result file or a folder of them cannot be used."""
-
-
-class DamagedResultError(ResultError):
-    """A result file is not what was written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +142,7 @@ class Results:
     def methods(self) -> tuple[str, ...]:
         """Methods of the cells, in the suite's order."""
         found = {cell.method for cell in self.cells}
-        return tuple(sorted(found, key=_position(self.suite, "methods")))
+        return tuple(sorted(found, key=position(self.suite, "methods")))
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -225,7 +217,7 @@ def read_results(folder: Path) -> Results:
     """
     if not folder.is_dir():
         raise ResultError(f"no folder {folder}", remedy="tunery bench SUITE writes one")
-    suite = _read_suite(folder / SUITE)
+    suite = read_suite_file(folder / SUITE)
     cells, damaged = [], {}
     for path in sorted(folder.glob("*--*--seed*.json")):
         try:
@@ -236,7 +228,7 @@ def read_results(folder: Path) -> Results:
         inner = [inside.parent.name for inside in sorted(folder.glob(f"*/{SUITE}"))]
         remedy = "name one of the suites in it" if inner else "tunery bench SUITE writes them"
         raise ResultError(f"{folder} holds no results", known=inner, remedy=remedy)
-    task, method = _position(suite, "tasks"), _position(suite, "methods")
+    task, method = position(suite, "tasks"), position(suite, "methods")
     cells = sorted(by_task(cells), key=lambda cell: (task(cell.task), method(cell.method), cell.seed))
     return Results(folder, suite, tuple(_with_metrics(cells)), damaged)
 
@@ -255,41 +247,6 @@ def _with_metrics(cells: Sequence[CellResult]) -> Iterator[CellResult]:
         yield cell
 
 
-def _read_suite(path: Path) -> dict[str, Any]:
-    try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise ResultError(f"cannot read {path}: {error}", remedy="remove it, or run tunery bench again") from None
-    if not _is_suite(content):
-        raise ResultError(f"{path} is no suite", remedy="remove it, or run tunery bench again")
-    return content
-
-
-def _is_suite(content: Any) -> bool:
-    """Whether it lists tasks, methods, seeds and overrides, as far as it has them, as a suite does."""
-    return isinstance(content, dict) and all(
-        isinstance(items := content.get(key) or [], list) and all(map(fits, items)) for key, fits in _LISTS.items()
-    )
-
-
-def _is_named(item: Any) -> bool:
-    return isinstance(item.get("name") if isinstance(item, Mapping) else item, str)
-
-
-def _is_override(item: Any) -> bool:
-    return isinstance(item, Mapping) and all(isinstance(item.get(key, "*"), str) for key in ("tasks", "methods"))
-
-
-_LISTS: Mapping[str, Callable[[Any], bool]] = {
-    "tasks": _is_named,
-    "methods": _is_named,
-    "seeds": lambda item: isinstance(item, int),
-    "overrides": _is_override,
-}
-
-
 def set_aside(path: Path) -> Path:
     """Move a damaged file into the quarantine folder under a name that is free, and return where it is.
 
@@ -303,14 +260,3 @@ def set_aside(path: Path) -> Path:
         return path.rename(next(name for name in names if not name.exists()))
     except OSError as error:
         raise ResultError(f"cannot move {path.name} to {home}: {error.strerror}") from None
-
-
-def names_in(suite: Mapping[str, Any], key: str) -> list[str]:
-    """Return the names of the tasks or methods that ``suite.json`` lists."""
-    return [str(item["name"] if isinstance(item, Mapping) else item) for item in suite.get(key) or ()]
-
-
-def _position(suite: Mapping[str, Any], key: str) -> Callable[[str], tuple[int, str]]:
-    """Return a sort key: where the suite lists a name; names it does not list come after, by alphabet."""
-    places = {name: place for place, name in enumerate(names_in(suite, key))}
-    return lambda name: (places.get(name, len(places)), name)

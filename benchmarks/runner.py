@@ -16,7 +16,8 @@ from typing import IO, Any
 
 from .cells import WORK, State, as_spec, failure, result_path, state_of, write_result
 from .claims import claimed, is_claimed
-from .results import ResultError, read_cell
+from .errors import ResultError
+from .results import read_cell
 from .suite import Cell
 
 CELL_COMMAND = "bench-cell"

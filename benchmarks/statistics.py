@@ -119,6 +119,19 @@ def t_interval(values: Values, level: float = LEVEL) -> Interval | None:
     return Interval(mean - half, mean + half)
 
 
+def sd_interval(values: Values, level: float = LEVEL) -> Interval | None:
+    """Return the interval of the standard deviation, sd sqrt((n - 1) / chi2) at both quantiles of n - 1 degrees of freedom.
+
+    Exact of normal values only. ``None`` of fewer than three, and of equal ones, which say nothing about noise.
+    """
+    sd = standard_deviation(values)
+    if not sd or len(values) < FEWEST:
+        return None
+    freedom = len(values) - 1
+    low, high = (sd * math.sqrt(freedom / stats.chi2.ppf((1 + sign * level) / 2, freedom)) for sign in (1, -1))
+    return Interval(float(low), float(high))
+
+
 def bootstrap_interval(values: Values, level: float = LEVEL, resamples: int = _RESAMPLES) -> Interval | None:
     """Return the bias-corrected and accelerated bootstrap interval of the mean (Efron 1987), the same at every call.
 

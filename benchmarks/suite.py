@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
-import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,13 +19,12 @@ import yaml
 from annotated_types import Ge, Len
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
-from ..core.artifacts import write_json
-from ..registry.catalog import Catalog
 from ..registry.errors import RecipeError, did_you_mean
-from ..registry.selection import configure, parse_selection, read_yaml
+from ..registry.selection import read_yaml
+from .axis import Axis
 from .joint import task_names
 from .protocols import Protocol, read_protocol
-from .results import SUITE, file_name
+from .results import file_name
 
 SHIPPED = Path(__file__).parent / "suites"
 _NAME = re.compile(r"[A-Za-z0-9_.+]+(?:-[A-Za-z0-9_.+]+)*")
@@ -70,6 +68,7 @@ class Suite(BaseModel):
         threads: of torch, in every cell; another number may change the last bits of a result.
         reference: what a paper printed, for the report: ``title``, ``columns``, ``rows`` by method, and the columns of which
             less is better, ``lower_is_better``; never mixed with what was run.
+        axis: the one quantity that its methods differ in: the report draws spread and mean against it.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -85,20 +84,41 @@ class Suite(BaseModel):
     command: Literal["train", "federate"] = "train"
     threads: Annotated[int, Ge(1)] = 1
     reference: dict[str, Any] = {}
+    axis: Axis | None = None
 
     def cells(self, flags: Mapping[str, Any], data_dir: str | None = None) -> list[Cell]:
         """Return every cell, task by task, then seed by seed, so that methods can be compared early.
 
         Raises:
-            RecipeError: a protocol that is none, or is not one of the suite's command.
+            RecipeError: a protocol that is none, or is not one of the suite's command; methods that make no axis.
         """
-        return [
+        cells = [
             self._cell(task, method, seed, flags, data_dir)
             for task in self.tasks
             for seed in self.seeds
             for method in self.methods
             if not any(item.skip and item.matches(task, method) for item in self.overrides)
         ]
+        if self.axis is not None and cells:
+            self._check_axis(self.axis, cells)
+        return cells
+
+    def _check_axis(self, axis: Axis, cells: Sequence[Cell]) -> None:
+        """Refuse an axis that no method is on, a place on it taken twice, and no logarithm."""
+        owner, taken = f"axis of suite {self.name}", dict[tuple[str, str, float], str]()
+        for cell in cells:
+            x = axis.value(cell.recipe)
+            if x is None:
+                continue
+            if axis.scale == "log" and x <= 0:
+                remedy = "scale: linear draws it"
+                raise RecipeError(f"method {cell.method!r} is at {x:g}, no logarithm", owner=owner, remedy=remedy)
+            first = taken.setdefault((cell.task, axis.line(cell.recipe), x), cell.method)
+            if first != cell.method:
+                asked = f"methods {first!r} and {cell.method!r} both have {axis.field} at {x:g}"
+                raise RecipeError(asked, owner=owner, remedy="give each another value")
+        if not taken:
+            raise RecipeError(f"no method says {axis.field}", owner=owner, remedy="write it in each method's keys")
 
     def _cell(self, task: str, method: str, seed: int, flags: Mapping[str, Any], data_dir: str | None) -> Cell:
         given: Keys = {**self.defaults, **self.tasks[task], **self.methods[method]}
@@ -219,88 +239,6 @@ def read_suite(name: str) -> Suite:
         if not isinstance(pieces, (str, list)):
             raise RecipeError(f"protocol {pieces!r} is no list of pieces", owner=owner)
     check_keys((key for part in parts for key in part if key != "protocol"), owner, more)
+    if suite.axis is not None and suite.axis.key is not None:
+        check_keys([suite.axis.key], f"axis of {owner}", more)
     return suite
-
-
-def with_methods(suite: Suite, asked: Sequence[str], catalog: Catalog) -> tuple[Suite, list[str]]:
-    """Return the suite with the methods asked for among its own, and the names of those to run.
-
-    Args:
-        suite: the suite.
-        asked: methods of the suite, or strategies and regularizers by name or selection; with a ``+`` in front of the first,
-            they come on top of the suite's.
-        catalog: every plugin installed.
-
-    Raises:
-        RecipeError: neither a method of the suite nor a plugin.
-        SelectionError: options that the plugin does not take.
-        PluginError: a plugin that failed to load, or that two distributions offer.
-    """
-    methods = dict(suite.methods)
-    names = list(methods) if asked and asked[0].startswith("+") else []
-    for item in asked:
-        name = item.removeprefix("+")
-        if name not in methods:
-            name, keys = _plugin_as_method(name, suite, catalog)
-            methods[name] = keys
-        names.append(name)
-    chosen = list(dict.fromkeys(names)) if asked else list(methods)
-    return suite.model_copy(update={"methods": methods}), chosen
-
-
-def _plugin_as_method(text: str, suite: Suite, catalog: Catalog) -> tuple[str, Keys]:
-    selection = parse_selection(text, "method")
-    kinds = [entry.kind for entry in catalog if entry.name == selection.name and entry.kind != "probe"]
-    if not kinds:
-        plugins = [entry.name for entry in catalog if entry.kind != "probe"]
-        known = list(dict.fromkeys([*suite.methods, *plugins]))
-        remedy = did_you_mean(selection.name, known) or "pip install the distribution that offers it"
-        raise RecipeError(f"no method {selection.name!r}", known=known, remedy=remedy)
-    entry = catalog.find(kinds[0], selection.name)
-    configure(entry.cls, selection, owner=str(entry.origin))  # rather now than in every cell
-    keys: Keys = {"strategy": text} if kinds[0] == "strategy" else {"strategy": "full", "regularizers": [text]}
-    return re.sub(r"[^A-Za-z0-9_.+]+", "-", text).strip("-"), keys
-
-
-def write_suite(suite: Suite, folder: Path) -> None:
-    """Write ``suite.json``; what it held of tasks, methods and seeds of earlier calls stays in it.
-
-    Tasks and methods are lists there, of a name and its keys each: JSON is written with sorted keys, and theirs is the
-    order of a table.
-    """
-    content = suite.model_dump(mode="json")
-    path = folder / SUITE
-    try:
-        before = json.loads(path.read_text(encoding="utf-8"))
-        earlier = {key: {item["name"]: item["keys"] for item in before[key]} for key in ("tasks", "methods")}
-        content["seeds"] = sorted({*content["seeds"], *before["seeds"]})
-    except (OSError, ValueError, RecursionError, KeyError, TypeError):
-        before, earlier = None, {"tasks": {}, "methods": {}}  # none yet, or damaged: this one takes its place
-    for key, named in earlier.items():
-        kept = {name: keys for name, keys in named.items() if name not in content[key]}
-        content[key] = [{"name": name, "keys": keys} for name, keys in {**content[key], **kept}.items()]
-    if content != before:
-        write_json(path, content)
-
-
-def select(cells: Iterable[Cell], only: Sequence[str], shard: str | None) -> list[Cell]:
-    """Return the cells whose name matches one of the globs, and of these every n-th.
-
-    Raises:
-        RecipeError: there are no cells, nothing matches, or ``shard`` is not i/n with 1 <= i <= n.
-    """
-    cells = list(cells)
-    if not cells:
-        raise RecipeError("no cell is left: the suite's overrides skip them all")
-    chosen = [cell for cell in cells if not only or any(fnmatch.fnmatchcase(cell.name, glob) for glob in only)]
-    if not chosen:
-        names = [cell.name for cell in cells]
-        raise RecipeError(
-            f"no cell matches --only {' '.join(only)}", remedy=did_you_mean(only[0], names) or "see --list"
-        )
-    if shard is None:
-        return chosen
-    found = re.fullmatch(r"(\d+)/(\d+)", shard)
-    if not found or not 1 <= int(found[1]) <= int(found[2]):
-        raise RecipeError(f"--shard {shard}", remedy="give i/n, for example 1/4 ... 4/4")
-    return chosen[int(found[1]) - 1 :: int(found[2])]

@@ -1,4 +1,4 @@
-"""Stand-ins of one owner: brought closer to the model before they train, on the run's own inputs, and made whole again."""
+"""Stand-ins of one owner: brought closer to the model before they train, and made whole again."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import set_seed
 
 from ..registry.proxy import ProxyStrategy
+from .memory import give_back
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,6 +53,7 @@ def align(trainer: PluginTrainerMixin) -> Mapping[str, float]:
     trainer.detach()
     model.to(trainer.args.device)
     measured = strategy.distill(None, model, Batches(trainer), trainer.run)
+    give_back()
     set_seed(trainer.args.seed)
     for regularizer in trainer.recipe.regularizers:
         regularizer.attach(model, trainer.run)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,11 +54,25 @@ class FeatureCache:
         self._folder = folder
         self._pad_token_id = getattr(model.config, "pad_token_id", None)
         self._store: _Store | None = None
+        self._install()
+
+    def _install(self) -> None:
         vars(self._encoder)["forward"] = self.forward
 
     def remove(self) -> None:
-        """Give the encoder its own forward method back."""
+        """Give the encoder its own forward method back, and write what is not in a file yet."""
         del vars(self._encoder)["forward"]
+        self.flush()
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Inside, the encoder has its own forward method and may change; afterwards its weights are looked at again."""
+        self.remove()
+        self._store = None
+        try:
+            yield
+        finally:
+            self._install()
 
     def flush(self) -> None:
         """Write what is not in a file yet."""
@@ -213,7 +228,7 @@ class _Store:
                 content = load_file(path)
                 found = dict(zip(map(bytes, content["keys"].tolist()), content["features"].unbind(0), strict=True))
             except (SafetensorError, OSError, KeyError) as error:
-                run.logger.warning("strategy 'head' does without the features in %s: %s", path, error)
+                run.logger.warning("the run does without the features in %s: %s", path, error)
                 continue
             self.features.update(found)
             self._filed.setdefault(folder, set()).update(found)

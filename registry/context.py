@@ -301,6 +301,7 @@ class Support:
         activation_checkpointing: whether layers may be re-run in the backward pass.
         excludes: names of plugins it cannot be combined with, each with the reason.
         needs_anatomy: whether it must know where the model keeps its parts.
+        needs_stand_in: whether it compares a stand-in with the model it stands for; of probes.
         several_tasks: whether one batch may hold rows of several tasks, each with its own labels.
     """
 
@@ -309,4 +310,5 @@ class Support:
     activation_checkpointing: bool = True
     excludes: Mapping[str, str] = field(default_factory=dict)
     needs_anatomy: bool = False
+    needs_stand_in: bool = False
     several_tasks: bool = False

@@ -70,7 +70,8 @@ class ProxyStrategy(Strategy):
         Args:
             model: the full model; ``None`` with one owner, where :meth:`whole` has it.
             proxy: what :meth:`prepare` returned, untrained; changed in place, its adapter and head excepted.
-            batches: the same on every rank; can be gone through more than once.
+            batches: the same on every rank; can be gone through more than once. Left alone by a strategy that has unlabelled
+                rows of its own.
             run: the run it belongs to.
         """
         return {}

@@ -3,12 +3,13 @@
 * ``100 clients, time``: rounds of a federation of 100 clients, of which five train in each, one after another on one model,
   against the sum of the times those five trained for: MiniLM with LoRA on ``python_docs``. Rounds that end with an evaluation do
   not count, since nobody trains in it.
-* ``100 clients, memory``: peak of two rounds of it against that of one ordinary run of as many steps, each in a process of its
-  own.
-* ``100 clients, sub-model, memory``: the same with ``proxy_sub_fm``, aligned before and in between: the server has the whole model
-  beside the sub-model, and one owner only what was taken out.
+* ``100 clients, memory``: peak of two rounds of it against that of the same rounds with one client, who has all the rows and
+  takes as many steps; and against that of one ordinary run of the whole model. Each is in a process of its own.
+* ``100 clients, sub-model``: the same two with ``proxy_sub_fm``, aligned before and in between. There the ordinary run trains the
+  same adapter on the whole model, which the server has beside the sub-model; what of the two is equal is in memory once.
 
-Time is wall time on all of torch's threads: leave the machine alone meanwhile.
+Time is wall time on all of torch's threads: leave the machine alone meanwhile. Memory may be measured on a busy one. ``--quick``
+takes fewer rounds, clients and steps, which changes peaks little.
 """
 
 from __future__ import annotations
@@ -28,8 +29,11 @@ from .claims import Claim, Run, main
 from .paired import peak_memory
 
 TIME_GOAL, MEMORY_GOAL = 1.05, 1.2
-LENGTH = 128
+LENGTH, BATCH = 128, 16
+CLIENTS, ROWS = 100, 3200
+WHOLE = "lora:r=8"
 SUB_MODEL = "proxy_sub_fm:r=8,distill_steps=2,realign_every=1,realign_steps=2"
+SAME_ADAPTER = "proxy_sub_fm:r=8,ratio=0"
 
 
 def claims(run: Run) -> Iterator[Claim]:
@@ -37,8 +41,10 @@ def claims(run: Run) -> Iterator[Claim]:
     calm()
     with tempfile.TemporaryDirectory() as folder:
         yield hundred_clients_time(run, Path(folder))
-        yield hundred_clients_memory(Path(folder))
-        yield hundred_clients_memory(Path(folder), ", sub-model", strategy=SUB_MODEL, server_fraction=0.02)
+        yield from hundred_clients_memory(run, Path(folder), "", WHOLE, WHOLE)
+        yield from hundred_clients_memory(
+            run, Path(folder), ", sub-model", SUB_MODEL, SAME_ADAPTER, server_fraction=0.02
+        )
 
 
 def _keys(output_dir: Path, rows: int) -> dict[str, Any]:
@@ -48,8 +54,8 @@ def _keys(output_dir: Path, rows: int) -> dict[str, Any]:
         "max_length": LENGTH,
         "max_train_samples": rows,
         "max_eval_samples": 64,
-        "strategy": "lora:r=8",
-        "per_device_train_batch_size": 16,
+        "strategy": WHOLE,
+        "per_device_train_batch_size": BATCH,
         "learning_rate": 1e-3,
         "output_dir": str(output_dir),
         "overwrite_output_dir": True,
@@ -59,14 +65,13 @@ def _keys(output_dir: Path, rows: int) -> dict[str, Any]:
 
 def _federation(output_dir: Path, num_rounds: int, **more: Any) -> None:
     calm()
-    rounds = {"num_clients": 100, "client_fraction": 0.05, "num_rounds": num_rounds, "eval_every": 0}
-    federate(build_federated_options({**_keys(output_dir, 3200), **rounds, **more}))
+    rounds = {"num_clients": CLIENTS, "client_fraction": 0.05, "num_rounds": num_rounds, "eval_every": 0}
+    federate(build_federated_options({**_keys(output_dir, ROWS), **rounds, **more}))
 
 
-def _one_run(output_dir: Path, strategy: str | None = None) -> None:
+def _one_run(output_dir: Path, **more: Any) -> None:
     calm()
-    more: dict[str, Any] = {} if strategy is None else {"strategy": strategy}
-    train(build_options({**_keys(output_dir, 3200), "max_steps": 20, "save_strategy": "no", **more}))
+    train(build_options({**_keys(output_dir, ROWS), "save_strategy": "no", **more}))
 
 
 def hundred_clients_time(run: Run, folder: Path) -> Claim:
@@ -79,12 +84,30 @@ def hundred_clients_time(run: Run, folder: Path) -> Claim:
     return Claim(name="100 clients, time", value=seconds / training, goal=TIME_GOAL, detail=detail)
 
 
-def hundred_clients_memory(folder: Path, kind: str = "", **more: Any) -> Claim:
-    """Compare the peak memory of a federation, ``more`` being keys of it, with that of one run of its strategy."""
-    many = peak_memory(partial(_federation, folder / f"many{kind}", 2, **more))
-    one = peak_memory(partial(_one_run, folder / f"one{kind}", more.get("strategy")))
-    detail = f"100 clients {many}, one run {one}"
-    return Claim(name=f"100 clients{kind}, memory", value=many.total / one.total, goal=MEMORY_GOAL, detail=detail)
+def hundred_clients_memory(
+    run: Run, folder: Path, kind: str, strategy: str, whole: str, **more: Any
+) -> Iterator[Claim]:
+    """Compare the peak memory of a federation with that of one with a single client, and that of a run of the whole model.
+
+    Args:
+        run: how thoroughly.
+        folder: where they write.
+        kind: what claims call the federation.
+        strategy: the federation's.
+        whole: that of the ordinary run.
+        more: further keys of both federations.
+    """
+    fraction = 0.02 if run.quick else 0.05
+    steps = round(fraction * CLIENTS) * ROWS // CLIENTS // BATCH  # of a round's clients, all together
+    rounds = {"strategy": strategy, "client_fraction": fraction, **more}
+    alone = {**rounds, "num_clients": 1, "client_fraction": 1.0, "max_steps": steps}
+    many = peak_memory(partial(_federation, folder / f"many{kind}", 2, **rounds))
+    one = peak_memory(partial(_federation, folder / f"one{kind}", 2, **alone))
+    plain = peak_memory(partial(_one_run, folder / f"plain{kind}", strategy=whole, max_steps=2 * steps))
+    detail = f"100 clients {many}, one client {one}, one run with {whole} {plain}"
+    for words, peer in (("one client's", one), ("one run's", plain)):
+        name = f"100 clients{kind}, memory over {words}"
+        yield Claim(name=name, value=many.total / peer.total, goal=MEMORY_GOAL, detail=detail)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,8 @@ def read_suite_folder(folder: Path) -> Results:
     Raises:
         ResultError: there are none, several suites' folders, or some that cannot be read.
     """
-    from ..results import SUITE, read_results
+    from ..results import read_results
+    from ..suite_file import SUITE
 
     inner = sorted(path.parent for path in folder.glob(f"*/{SUITE}")) if not (folder / SUITE).exists() else []
     return read_results(inner[0] if len(inner) == 1 else folder)

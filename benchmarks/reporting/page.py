@@ -8,7 +8,7 @@ from html import escape
 from importlib.metadata import version
 
 from ..comparison import AVERAGE, Standings, Versus, every_pair
-from . import figures, rounds, scatter
+from . import figures, rounds, scatter, sweep
 from .layout import grid
 from .markup import chip, html_score_table, html_table
 from .provenance import failures, origins, protocol, ran, software
@@ -39,9 +39,10 @@ def page(table: Standings, sheets: Mapping[str, str], versus: Iterable[Versus] |
     Raises:
         ResultError: the suite's reference table cannot be read.
     """
-    name = escape(table.results.name)
+    name, along = escape(table.results.name), sweep.sweep(table)
     sections = {
         "findings": ("What the runs say", _findings(table)),
+        "axis": ("", "") if along is None else (f"Against {escape(along.axis.name)}", _sweep(table, along)),
         "scores": ("Scores", _scores(table)),
         "change": (f"Against {escape(against)}", _change(table, versus)),
         "seeds": ("Every seed", _picture(figures.distributions(table), _SEEDS, narrow=len(table.results.tasks) == 1)),
@@ -152,6 +153,16 @@ def _change(table: Standings, versus: Iterable[Versus] | None) -> str:
         return ""
     rows = against_rows(versus, table.scale)
     return f"<p>Every method against itself, by task and seed.</p>{html_table(rows, text=2)}"
+
+
+def _sweep(table: Standings, found: sweep.Sweep) -> str:
+    drawn = sweep.looks(table, found)
+    items = (f"<span>{chip(*look)}{escape(line)}</span>" for line, look in drawn.items())
+    picture = _picture(sweep.picture(table, found), escape(sweep.note(found)), narrow=False)
+    content = html_table(sweep.rows(table, found), text=2 if len(found.lines) > 1 else 1)
+    return (
+        f'<div class="legend">{"".join(items)}</div>{picture}<details><summary>Every point</summary>{content}</details>'
+    )
 
 
 def _rounds(table: Standings) -> str:

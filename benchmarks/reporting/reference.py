@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..results import ResultError, Results
+from ..errors import ResultError
+from ..results import Results
 from .layout import Cell, Grid, steadier
 from .words import NONE, number
 

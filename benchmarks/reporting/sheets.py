@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from ..comparison import AVERAGE, Standings, Versus, every_pair
 from ..statistics import Comparison, Summary
 from .rounds import records
+from .sweep import Sweep
+from .sweep import records as along_axis
 
 
 def statistics_csv(table: Standings) -> str:
@@ -73,6 +75,11 @@ def pairs_csv(table: Standings) -> str:
 def rounds_csv(table: Standings) -> str:
     """Return the rounds that each method needs on each task, its bytes and its clients' seconds; empty without rounds."""
     return _csv(records(table))
+
+
+def sweep_csv(found: Sweep) -> str:
+    """Return standard deviation and mean along a suite's axis, a line a point."""
+    return _csv(dict(record) for record in along_axis(found))
 
 
 def runs_csv(table: Standings) -> str:

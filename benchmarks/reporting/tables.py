@@ -143,6 +143,14 @@ def markdown_section(found: Sequence[Sequence[str]], title: str, note: str = "")
     return "\n".join(["", *lines, *(_row([cell.translate(_MARKDOWN) for cell in row]) for row in rows), ""])
 
 
+def latex_section(found: Sequence[Sequence[str]], title: str, note: str) -> str:
+    """Return a table whose first row is the header, in LaTeX, below a comment that says what it is."""
+    header, *rows = (" & ".join(map(_tex, row)) + r" \\" for row in found)
+    columns = rf"\begin{{tabular}}{{l{'r' * (len(found[0]) - 1)}}}"
+    lines = ["", f"% {title}. {note}", columns, r"\toprule", header, r"\midrule", *rows]
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
+
+
 def _row(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..comparison import AVERAGE, Standings, Versus
-from ..results import Results, names_in
+from ..results import Results
 from ..statistics import ALPHA, Interval
 from ..suite import Override
+from ..suite_file import names_in
 
 MINUS = "\N{MINUS SIGN}"
 NONE = "\N{EN DASH}"

@@ -9,10 +9,10 @@ from ...core.console import plain_console
 from ...registry.errors import TuneryError
 from ..comparison import compare_runs, standings
 from ..results import Results
-from . import rounds
+from . import rounds, sweep
 from .page import page
-from .sheets import pairs_csv, rounds_csv, runs_csv, statistics_csv
-from .tables import against_rows, against_table, console_table, latex, markdown, markdown_section
+from .sheets import pairs_csv, rounds_csv, runs_csv, statistics_csv, sweep_csv
+from .tables import against_rows, against_table, console_table, latex, latex_section, markdown, markdown_section
 from .words import READING, conclusions, overview
 
 
@@ -40,7 +40,7 @@ def write_report(
     console.print(console_table(table))
     for line in said:
         console.print(line, soft_wrap=True)
-    text = markdown(table, [*said, READING])
+    text, typeset = markdown(table, [*said, READING]), latex(table, [READING])
     if versus is not None and other is not None:
         title = f"against the same cells in {other.folder}"
         console.print(against_table(versus, table.scale, title))
@@ -48,13 +48,19 @@ def write_report(
     sheets = {"statistics.csv": statistics_csv(table), "runs.csv": runs_csv(table)}
     if len(table.results.methods) > 2:
         sheets["pairs.csv"] = pairs_csv(table)
+    along = sweep.sweep(table)
+    if along is not None:
+        title, points = f"Against {along.axis.name}", sweep.rows(table, along)
+        text += markdown_section(points, title, sweep.note(along))
+        typeset += latex_section(points, title, sweep.note(along))
+        sheets["sweep.csv"] = sweep_csv(along)
     if federated := rounds.rows(table):
         text += markdown_section(federated, "Rounds and traffic", rounds.READING)
         sheets["rounds.csv"] = rounds_csv(table)
     files = {
         "report.html": page(table, sheets, versus, "" if other is None else str(other.folder)),
         "report.md": text,
-        "report.tex": latex(table, [READING]),
+        "report.tex": typeset,
         **sheets,
     }
     try:

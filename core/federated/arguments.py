@@ -52,6 +52,13 @@ class FederatedArguments:
     eval_every: Annotated[int, Ge(0)] = field(
         default=10, metadata={"help": "Evaluate the server's model after every so many rounds; 0: at the end only."}
     )
+    probe_every: Annotated[int, Ge(0)] | None = field(
+        default=None,
+        metadata={
+            "help": "Rounds between two measurements of the probes, which also measure before the first round, on both sides "
+            "of every alignment, and after the last round; 0: only then. Default: eval_every."
+        },
+    )
     min_clients: Annotated[int, Ge(1)] = field(
         default=1, metadata={"help": "Replies a round needs; one with fewer is repeated with other clients."}
     )
@@ -84,6 +91,11 @@ class FederatedArguments:
     max_server_samples: Annotated[int, Ge(1)] | None = field(
         default=None, metadata={"help": "Use this many of the server's rows, drawn by the seed. Default: all."}
     )
+
+    def is_probed(self, done: int) -> bool:
+        """Whether probes measure after this many rounds, alignments and the last round aside."""
+        every = self.eval_every if self.probe_every is None else self.probe_every
+        return every > 0 and done % every == 0
 
     @property
     def clients_per_round(self) -> int:
@@ -148,7 +160,7 @@ _REFUSED = {
     "do_predict": "the server's model is scored on the validation split",
     "load_best_model_at_end": "the last round counts",
     "tasks": "a federation has one task",
-    "probes": "measure the finished run: tunery probe NAME --model RUN",
+    "probe_moments": "rounds are probed: probe_every",
     "baselines": "train them apart: tunery train",
     "deepspeed": "a client is one process",
 }

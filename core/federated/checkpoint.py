@@ -31,9 +31,18 @@ _ADAPTER, _STAND_IN, _CHANGES, _STATE = (
     "changes.safetensors",
     "state.json",
 )
-_STATE_KEYS = {"done", "resting", "distilled", "run_id", "versions", "given"}
+_STATE_KEYS = {"done", "resting", "distilled", "probed", "run_id", "versions", "given"}
 # Keys that change nothing a round computes.
-_FREE = ("output_dir", "resume_from_checkpoint", "overwrite_output_dir", "disable_tqdm", "eval_every", "round_timeout")
+_FREE = (
+    "output_dir",
+    "resume_from_checkpoint",
+    "overwrite_output_dir",
+    "disable_tqdm",
+    "eval_every",
+    "round_timeout",
+    "probes",
+    "probe_every",
+)
 
 
 @dataclass
@@ -44,11 +53,13 @@ class Progress:
         done: rounds done.
         resting: nodes that failed, and the number of the first round that may ask them again.
         distilled: what the alignment before the first round measured.
+        probed: what the probes measured after it, see :mod:`.probes`.
     """
 
     done: int = 0
     resting: dict[str, int] = field(default_factory=dict)
     distilled: dict[str, float] = field(default_factory=dict)
+    probed: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Checkpoints:
@@ -77,6 +88,7 @@ class Checkpoints:
                 "done": progress.done,
                 "resting": progress.resting,
                 "distilled": progress.distilled,
+                "probed": progress.probed,
                 "run_id": server.run_id,
                 "versions": len(server.changes),
                 "given": self._given,
@@ -134,7 +146,7 @@ class Checkpoints:
         except (OSError, SafetensorError, LookupError, RuntimeError, ValueError) as error:
             raise ArtifactError(f"cannot read {last}: {type(error).__name__}", remedy="it is damaged") from None
         self._keep_only(last)
-        return Progress(state["done"], dict(state["resting"]), dict(state["distilled"]))
+        return Progress(state["done"], dict(state["resting"]), dict(state["distilled"]), list(state["probed"]))
 
     def _load_stand_in(self, server: Server, folder: Path, versions: int) -> None:
         kept = load_file(folder / _STAND_IN)

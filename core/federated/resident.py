@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import time
@@ -39,10 +40,12 @@ class Resident:
 
     def __init__(self, model: Any, task: Task, processor: Any, collate: Any, options: Options) -> None:
         set_seed(options.training.seed)
-        options.training.disable_tqdm = True  # a bar for each client of each round would be all there is to see
+        args = copy.copy(options.training)
+        args.disable_tqdm = True  # a bar for each client of each round would be all there is to see
+        args.probes = None  # they measure the server's model: see :mod:`.probes`
         self.trainer = Trainer(
             model=model,
-            args=options.training,
+            args=args,
             task=task,
             base_model=options.run.model_name_or_path,
             base_revision=commit_of(options.run.model_name_or_path, options.run.model_revision),

@@ -19,6 +19,7 @@ from .arguments import FederatedArguments
 from .checkpoint import Checkpoints, Progress, RoundLog
 from .engine import Engine
 from .payload import Payload
+from .probes import BEFORE_ALIGNMENT, ROUND, ServerProbes
 from .server import Server
 from .stand_in import INDICES, VALUES
 from .worker import ADAPTER, DESCRIBE, INITIAL, STATISTICS, TRAIN
@@ -76,6 +77,7 @@ class Rounds:
         seed: what everything random depends on.
         checkpoints: where to write the state after each round.
         log: where to write a row for each round.
+        probes: what measures the server's model.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Rounds:
         seed: int,
         checkpoints: Checkpoints,
         log: RoundLog,
+        probes: ServerProbes,
     ) -> None:
         self.server = server
         self.engine = engine
@@ -96,6 +99,7 @@ class Rounds:
         self._seed = seed
         self._checkpoints = checkpoints
         self._log = log
+        self._probes = probes
 
     def run(self, progress: Progress) -> list[dict[str, Any]]:
         """Go on from ``progress`` to the last round; return the row of every round.
@@ -149,6 +153,7 @@ class Rounds:
                 f"last of {options.max_attempts} tries, and min_clients={options.min_clients} ({reasons})",
                 remedy="see the clients' logs, then resume",
             )
+        probed: list[dict[str, Any]] = []
         self.server.adapter = tried.mean.result()
         mean = tried.mean
         row: dict[str, Any] = {
@@ -165,9 +170,14 @@ class Rounds:
             "client_seconds": spent.seconds,
         }
         if aligns:
+            probed = self._probes.measure(BEFORE_ALIGNMENT, number + 1)
             row["aligned"] = self.server.realign(mean.statistics, self._draw_seed(_ALIGNING, number))
         if last or (options.eval_every and (number + 1) % options.eval_every == 0):
             row["metrics"] = self.server.evaluate()
+        if last or aligns or options.is_probed(number + 1):
+            probed += self._probes.measure(ROUND, number + 1)
+        if probed:
+            row["probes"] = probed
         return {**row, "seconds": time.monotonic() - started}
 
     def _draw(self, nodes: Sequence[str], resting: set[str], failed: Any, number: int, attempt: int) -> list[str]:

@@ -1,15 +1,22 @@
-"""Rows for what looks at no labels: a stand-in's alignment on the server, and a client's statistics; and a party's one file."""
+"""Rows for what looks at no labels, a stand-in's alignment on the server and a client's statistics; and which those are."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from ...registry.errors import RecipeError
-from ..data import DataArguments
+from ..data import DataArguments, TaskData, encode
+from ..data.loading import FILE_TYPES, load_splits, quiet, sample
+from .arguments import FederatedArguments
+from .partition import Indices
+
+_SERVER_ROWS = 5  # stream of the seed; partition and rounds use others
 
 
 class Inputs(torch.utils.data.Dataset[dict[str, Any]]):
@@ -95,3 +102,46 @@ def with_its_one_file(arguments: DataArguments) -> DataArguments:
         return arguments
     (alone,) = files
     return dataclasses.replace(arguments, train_file=alone, validation_file=alone)
+
+
+def select(rows: Any, indices: Indices) -> Any:
+    """Return the rows of these numbers."""
+    if hasattr(rows, "select"):
+        return rows.select(indices)
+    return torch.utils.data.Subset(rows, indices.tolist())
+
+
+def server_share(size: int, federated: FederatedArguments, seed: int) -> tuple[Indices, Indices]:
+    """Return the numbers of the rows that clients get, and of those the server has instead."""
+    order = np.random.default_rng([seed, _SERVER_ROWS]).permutation(size)
+    count = round(federated.server_fraction * size)
+    own = order[:count][: federated.max_server_samples]
+    return np.sort(order[count:]), np.sort(own)
+
+
+def server_data(federated: FederatedArguments, data: TaskData, processor: Any, seed: int) -> Any:
+    """Return the server's own rows, encoded as the task's; of another data set the column ``text`` counts."""
+    source = federated.server_data
+    if source is None:
+        return None
+    is_file = Path(source).suffix.lower() in FILE_TYPES
+    arguments = (
+        DataArguments(train_file=source)
+        if is_file
+        else DataArguments(dataset_name=source, dataset_config_name=federated.server_data_config_name)
+    )
+    with quiet():
+        rows = sample(load_splits(arguments)["train"], federated.max_server_samples, seed)
+    columns = dataclasses.replace(data.columns, label=None)
+    wanted = (columns.image,) if columns.image else columns.text
+    if not columns.image and not set(wanted) <= set(rows.column_names) and "text" in rows.column_names:
+        columns = dataclasses.replace(columns, text=("text",))
+        wanted = columns.text
+    missing = [name for name in wanted if name not in rows.column_names]
+    if missing:
+        raise RecipeError(
+            f"server_data={source!r} has no column {missing[0]!r}", known=rows.column_names, remedy="or a column text"
+        )
+    rows = rows.select_columns(list(wanted))
+    splits = type(data.splits)({"train": rows, "validation": rows.select(range(1))})
+    return encode(dataclasses.replace(data, splits=splits, columns=columns), processor).train

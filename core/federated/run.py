@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import gc
 import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from transformers import set_seed
 
-from ...registry.errors import RecipeError
 from ...registry.proxy import ProxyStrategy
 from ..artifacts import MANIFEST, RESULT, versions, write_json
-from ..data import DataArguments, TaskData, encode, load_tasks
-from ..data.loading import FILE_TYPES, load_splits, quiet, sample
+from ..data import TaskData, encode, load_tasks
 from ..models import load_model, load_processor
 from ..recipe import choose
 from ..run import check_writable, data_keys, peak_memory, refuse_mixing, remove, stored_parameters
@@ -31,16 +26,17 @@ from .cost import Cost, predict
 from .engine import Engine, InProcess
 from .partition import Indices, label_counts, partition, plot_partition
 from .pictures import CURVE, plot_rounds
+from .probes import BEGIN, ServerProbes, course
 from .protection import protection_of
 from .resident import Resident
 from .rounds import Rounds
-from .rows import no_rows, with_its_one_file
+from .rows import no_rows, select, server_data, server_share, with_its_one_file
 from .server import Server
 from .worker import ClientWorker
 
 PARTITION = "partition.png"
 _EARLIER = (MANIFEST, RESULT, LOG, CURVE, PARTITION, ROUNDS, "checkpoint-*", "*.safetensors", "adapter_config.json")
-_SERVER_ROWS, _NOISE, _DISTILLING = 5, 6, 7  # streams of the seed; partition and rounds use the others
+_NOISE, _DISTILLING = 6, 7  # streams of the seed; partition, rounds and rows use the others
 
 
 @dataclass(frozen=True)
@@ -86,6 +82,7 @@ def federate(options: FederatedOptions, connect: Connect | None = None, *, simul
     """
     args, output_dir = options.run.training, options.output_dir
     choose(args.strategy, args.regularizers)  # a wrong name should cost no loading of models
+    probed_by = choose(probes=args.probes)
     check_writable(output_dir)
     earlier = []
     if not args.resume_from_checkpoint:
@@ -93,6 +90,7 @@ def federate(options: FederatedOptions, connect: Connect | None = None, *, simul
     federation = assemble(options, simulated=simulated)
     resident = federation.resident
     server = Server(resident, federation.full, federation.validation, federation.server_rows, secrets.token_hex(8))
+    probes = ServerProbes(probed_by, server)
     remove(earlier)
     output_dir.mkdir(parents=True, exist_ok=True)
     checkpoints = Checkpoints(output_dir, options.given)
@@ -100,6 +98,7 @@ def federate(options: FederatedOptions, connect: Connect | None = None, *, simul
     if progress is None:
         _picture(federation, options)
         progress = Progress(distilled=server.distill(_derived(args.seed, _DISTILLING)))
+        progress.probed = probes.measure(BEGIN, 0)
     predicted = federation.cost(options)
     engine = (connect or in_process)(federation, options)
     gc.collect()
@@ -113,12 +112,13 @@ def federate(options: FederatedOptions, connect: Connect | None = None, *, simul
             seed=options.run.training.seed,
             checkpoints=checkpoints,
             log=RoundLog(output_dir / LOG),
+            probes=probes,
         )
         rows = rounds.run(progress)
     finally:
         gc.unfreeze()
         engine.close()
-    return _finish(federation, server, options, rows, progress, predicted)
+    return _finish(federation, server, options, rows, progress, predicted, probes)
 
 
 def assemble(options: FederatedOptions, *, simulated: bool = True) -> Federation:
@@ -140,7 +140,7 @@ def assemble(options: FederatedOptions, *, simulated: bool = True) -> Federation
     processor = load_processor(run.model_name_or_path, data.task, run.model_revision)
     encoded = encode(data, processor)
     labels = data.splits["train"]["labels"][:] if data.task.label_names else None
-    keep, own = _server_share(len(encoded.train), federated, seed)
+    keep, own = server_share(len(encoded.train), federated, seed)
     parts: list[Indices] = []
     if simulated:
         dealt = partition(
@@ -152,7 +152,7 @@ def assemble(options: FederatedOptions, *, simulated: bool = True) -> Federation
             seed=seed,
         )
         parts = [keep[part] for part in dealt]
-    server_rows = _select(encoded.train, own) if len(own) else _server_data(federated, data, processor, seed)
+    server_rows = select(encoded.train, own) if len(own) else server_data(federated, data, processor, seed)
     set_seed(seed)  # a site draws its head right after it, too
     model = load_model(run.model_name_or_path, data.task, run.model_revision, run.dtype)
     is_proxy = isinstance(choose(args.strategy).strategy, ProxyStrategy)
@@ -162,7 +162,7 @@ def assemble(options: FederatedOptions, *, simulated: bool = True) -> Federation
     return Federation(
         resident=resident,
         data=data,
-        client_rows=[_select(encoded.train, part) for part in parts],
+        client_rows=[select(encoded.train, part) for part in parts],
         parts=parts,
         validation=encoded.validation,
         server_rows=server_rows,
@@ -199,48 +199,6 @@ def _derived(seed: int, *stream: int) -> int:
     return int(np.random.SeedSequence([seed, *stream]).generate_state(1)[0])
 
 
-def _select(rows: Any, indices: Indices) -> Any:
-    if hasattr(rows, "select"):
-        return rows.select(indices)
-    return torch.utils.data.Subset(rows, indices.tolist())
-
-
-def _server_share(size: int, federated: FederatedArguments, seed: int) -> tuple[Indices, Indices]:
-    """Return the numbers of the rows that clients get, and of those the server has instead."""
-    order = np.random.default_rng([seed, _SERVER_ROWS]).permutation(size)
-    count = round(federated.server_fraction * size)
-    own = order[:count][: federated.max_server_samples]
-    return np.sort(order[count:]), np.sort(own)
-
-
-def _server_data(federated: FederatedArguments, data: TaskData, processor: Any, seed: int) -> Any:
-    """Return the server's own rows, encoded as the task's; of another data set the column ``text`` counts."""
-    source = federated.server_data
-    if source is None:
-        return None
-    is_file = Path(source).suffix.lower() in FILE_TYPES
-    arguments = (
-        DataArguments(train_file=source)
-        if is_file
-        else DataArguments(dataset_name=source, dataset_config_name=federated.server_data_config_name)
-    )
-    with quiet():
-        rows = sample(load_splits(arguments)["train"], federated.max_server_samples, seed)
-    columns = dataclasses.replace(data.columns, label=None)
-    wanted = (columns.image,) if columns.image else columns.text
-    if not columns.image and not set(wanted) <= set(rows.column_names) and "text" in rows.column_names:
-        columns = dataclasses.replace(columns, text=("text",))
-        wanted = columns.text
-    missing = [name for name in wanted if name not in rows.column_names]
-    if missing:
-        raise RecipeError(
-            f"server_data={source!r} has no column {missing[0]!r}", known=rows.column_names, remedy="or a column text"
-        )
-    rows = rows.select_columns(list(wanted))
-    splits = type(data.splits)({"train": rows, "validation": rows.select(range(1))})
-    return encode(dataclasses.replace(data, splits=splits, columns=columns), processor).train
-
-
 def _picture(federation: Federation, options: FederatedOptions) -> None:
     task, federated = federation.data.task, options.federated
     if not task.label_names or not federation.parts:
@@ -259,6 +217,7 @@ def _finish(
     rows: Sequence[Mapping[str, Any]],
     progress: Progress,
     predicted: Cost,
+    probes: ServerProbes,
 ) -> dict[str, Any]:
     """Write weights, manifest, curve and ``result.json``."""
     resident, output_dir, task = federation.resident, options.output_dir, federation.data.task
@@ -286,13 +245,19 @@ def _finish(
         "seconds": sum(row["seconds"] for row in rows),
         "peak_memory_bytes": peak_memory(),
         "seed": resident.trainer.run.seed,
-        "plugins": resident.trainer.recipe.describe(),
+        "plugins": [*resident.trainer.recipe.describe(), *probes.recipe.describe()],
         "base_model": options.run.run.model_name_or_path,
         "data": data_keys(options.run),
         "versions": versions(),
     }
+    if measured := course(progress.probed, rows):
+        result["probes"] = measured
     plot_rounds(
-        rows, output_dir / CURVE, f"{task.name}: {options.run.training.strategy or 'as given'}", task.metrics[0]
+        rows,
+        output_dir / CURVE,
+        f"{task.name}: {options.run.training.strategy or 'as given'}",
+        task.metrics[0],
+        measured,
     )
     write_json(output_dir / RESULT, result)
     return result

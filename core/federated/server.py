@@ -17,6 +17,7 @@ from transformers import set_seed
 
 from ...registry.errors import FederationError
 from ..data.metrics import add_perplexity
+from ..memory import give_back
 from .payload import Payload, grouped
 from .resident import Resident
 from .rows import NoRows
@@ -39,11 +40,11 @@ class Server:
 
     def __init__(self, resident: Resident, full: nn.Module | None, validation: Any, rows: Any, run_id: str) -> None:
         self.resident = resident
-        self.adapter = self._initial = resident.state()
+        self.adapter = self.initial = resident.state()
         self.run_id = run_id
         self.changes: list[Changes] = []
         self._full = None if full is None else full.to(resident.trainer.args.device)
-        self._validation = validation
+        self.validation = validation
         self._rows = rows
         self._has: dict[str, str] = {}
         self._evaluator: transformers.Trainer | None = None
@@ -90,7 +91,7 @@ class Server:
             has = has if known else ""
         arrays = {**grouped(ADAPTER, self.adapter), **pack(self.resident.frozen() if missing else {}, missing)}
         if missing and not has and self.resident.is_regularized:
-            arrays |= grouped(INITIAL, self._initial)
+            arrays |= grouped(INITIAL, self.initial)
         agreed = {"labels": self._labels, "setup": self.resident.setup}
         return Payload(arrays, {**scalars, **agreed, "version": self.version, "from_version": has})
 
@@ -122,12 +123,14 @@ class Server:
         set_seed(seed)
         measured = proxy.distill(self._full, self.resident.model, self._batches(seed), self.resident.trainer.run)
         self.adapter = self.resident.state()
+        give_back()
         return dict(measured)
 
-    def _plug_in(self) -> nn.Module:
+    def plug_in(self, adapter: Mapping[str, torch.Tensor]) -> nn.Module:
+        """Return the full model with an adapter in it, which the stand-in then has too."""
         proxy = self.resident.proxy
         assert proxy is not None and self._full is not None
-        self.resident.load(self.adapter)
+        self.resident.load(adapter)
         self._full = proxy.plug_in(self._full, self.resident.model, self.resident.trainer.run)
         return self._full
 
@@ -135,12 +138,14 @@ class Server:
         """Bring the stand-in closer again, the adapter in both models; return what was measured."""
         proxy = self.resident.proxy
         assert proxy is not None
-        full = self._plug_in()
+        full = self.plug_in(self.adapter)
         before = {name: value.clone() for name, value in self.resident.frozen().items()}
         set_seed(seed)
         run, batches = self.resident.trainer.run, self._batches(seed)
         measured = proxy.realign(full, self.resident.model, statistics, batches, run)
         self.changes.append(find_changes(before, self.resident.frozen()))
+        del before
+        give_back()
         return dict(measured)
 
     # ---- evaluation
@@ -149,15 +154,16 @@ class Server:
         """Return the metrics of the model with the adapter in it: of a ``ProxyStrategy`` the full model."""
         if self.resident.proxy is None:
             self.resident.load(self.adapter)
-            metrics = self.resident.trainer.evaluate(eval_dataset=self._validation)
+            metrics = self.resident.trainer.evaluate(eval_dataset=self.validation)
         else:
-            metrics = self._evaluator_of(self._plug_in()).evaluate(eval_dataset=self._validation)
+            metrics = self.evaluator_of(self.plug_in(self.adapter)).evaluate(eval_dataset=self.validation)
         if self.resident.trainer.run.task.kind.is_language_modelling:
             metrics = add_perplexity(metrics)
         plain = {key.removeprefix("eval_"): value for key, value in metrics.items() if key.startswith("eval_")}
         return {key: float(value) for key, value in plain.items() if key not in _TIMING}
 
-    def _evaluator_of(self, model: nn.Module) -> transformers.Trainer:
+    def evaluator_of(self, model: nn.Module) -> transformers.Trainer:
+        """Return a Trainer that evaluates the full model as the resident's does the stand-in."""
         trainer = self.resident.trainer
         if self._evaluator is None or self._evaluator.model is not model:
             self._evaluator = transformers.Trainer(

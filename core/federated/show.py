@@ -1,13 +1,16 @@
-"""What ``tunery federate`` prints: the cost of a round, and the result."""
+"""What ``tunery federate`` prints: the cost of a round, the result, and the course of what probes measured."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..console import show_mapping
+from ..console import show_mapping, show_measurements
 from .cost import Cost
+from .probes import overall
+
+_SHOWN = 20  # moments at which probes measured
 
 
 def show_cost(cost: Cost) -> None:
@@ -56,7 +59,22 @@ def show_federation(result: Mapping[str, Any], output_dir: Path) -> None:
     if result["left_out"]:
         facts["left out"] = ", ".join(f"{name} ({count})" for name, count in sorted(result["left_out"].items()))
     show_mapping(facts)
+    _show_probes(result.get("probes", ()))
     print(f"{output_dir}/ holds the weights, result.json, rounds.jsonl and rounds.png")
+
+
+def _show_probes(measured: Sequence[Mapping[str, Any]]) -> None:
+    """Print a table for each probe: a line for each moment, a column for each of its overall values."""
+    for probe in dict.fromkeys(row["probe"] for row in measured):
+        lines: dict[tuple[int, str], dict[str, Any]] = {}
+        for row in overall(measured):
+            if row["probe"] == probe:
+                place = (row["round"], row["moment"])
+                start = {"round": row["round"], "moment": row["moment"].replace("_", " ")}
+                lines.setdefault(place, start)[row["name"]] = row["value"]
+        left_out = f", the last {_SHOWN} of {len(lines)} moments" if len(lines) > _SHOWN else ""
+        print(f"{probe}{left_out}")
+        show_measurements(list(lines.values())[-_SHOWN:])
 
 
 def _size(count: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from transformers import set_seed
 
+from ...registry.errors import RecipeError
 from ...registry.proxy import ProxyStrategy
 from ..data import encode, load_tasks
 from ..models import empty_model, load_model, load_processor
@@ -28,6 +29,7 @@ def site_worker(name: str, options: FederatedOptions) -> ClientWorker:
     Raises:
         TuneryError: anything that cannot be loaded or does not go together.
     """
+    refuse_probes(options)
     args, run = options.run.training, options.run.run
     seed = args.seed if args.data_seed is None else args.data_seed
     (data,) = load_tasks(with_its_one_file(options.run.data), seed=seed)
@@ -41,3 +43,15 @@ def site_worker(name: str, options: FederatedOptions) -> ClientWorker:
     resident = Resident(model, data.task, processor, encoded.data_collator, options.run)
     protection = protection_of(options.federated, resident.aligns)
     return ClientWorker(name, resident, encoded.train, protection, made_empty=gets_all)
+
+
+def refuse_probes(options: FederatedOptions) -> None:
+    """Refuse a site's recipe that names probes.
+
+    Raises:
+        RecipeError: it does.
+    """
+    if options.run.training.probes:
+        raise RecipeError(
+            "probes in the recipe of a site, which only trains", remedy="name them in the server's, who measures"
+        )

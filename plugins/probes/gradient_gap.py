@@ -43,7 +43,8 @@ class GradientGap(Probe):
     name = "gradient_gap"
     summary = "distance between the gradients of a stand-in and of the model it stands for"
     reference = "Peng et al. 2024, FedPFT: Federated Proxy Fine-Tuning of Foundation Models, theorems 1 and 2"
-    supports = Support(zero_stages=frozenset({0, 1, 2}))  # ZeRO-3's modules cannot be given other parameters meanwhile
+    # ZeRO-3's modules cannot be given other parameters meanwhile.
+    supports = Support(zero_stages=frozenset({0, 1, 2}), needs_stand_in=True)
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -7,12 +7,15 @@ weight 3, alpha = 0.1 and beta = 0.01 give 0.295 in the authors' form; alpha = 1
 is to zero (PriorWD, Zhang et al. 2021). Adam scales a penalty's gradient like any other, and a pull not: two methods.
 
 The penalty's value is computed inside each module's forward, and its gradient, a multiple of w - w0, inside each module's
-backward: there the weights are whole also under ZeRO-3, and nothing of their size is kept in between.
+backward: there the weights are whole also under ZeRO-3, and nothing of their size is kept in between. Nor is it made on the
+way: memory of a big weight's size is mapped afresh on every step, which on the CPU costs ten times the arithmetic. So w - w0
+comes in pieces, and is added in place to the gradient of the loss as soon as that is there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -32,10 +35,10 @@ if TYPE_CHECKING:
     from ...registry.context import Batch, RunContext
     from ...registry.sharding import Sharding
 
-    # of each module: name of the weight, of its anchor, and strength
-    _Pulls = dict[nn.Module, list[tuple[str, str | None, float]]]
+    # name of a weight, of its anchor, and strength
+    _Pull = tuple[str, str | None, float]
 
-_PIECE = 2**18  # elements: a megabyte stays in a core's cache
+_PIECE = 2**20  # elements: memory of this size is used again, and not mapped afresh
 
 
 class L2SP(Regularizer):
@@ -77,9 +80,10 @@ class L2SP(Regularizer):
 
     def _clear(self) -> None:
         self._hooks: list[RemovableHandle] = []
-        self._pulled: _Pulls = {}
+        self._pulled: dict[nn.Module, list[_Pull]] = {}
         self._companions: list[tuple[Sharding, nn.Module, str]] = []
         self._waiting: set[nn.Module] = set()
+        self._arriving: set[nn.Parameter] = set()
         self._values: list[torch.Tensor] = []
         self._owners: set[nn.Module] = set()
         self._ticket: torch.Tensor | None = None
@@ -95,7 +99,7 @@ class L2SP(Regularizer):
             anchored: strength * self._normaliser([own for *_, own, kind in trained if kind is anchored])
             for anchored, strength in ((True, self.config.alpha), (False, self.config.beta))
         }
-        pulls: _Pulls = {}
+        pulls: dict[nn.Module, list[_Pull]] = {}
         for module, name, _, anchored in trained:
             if factors[anchored]:
                 anchor = self._anchor(module, name, run.sharding) if anchored else None
@@ -113,10 +117,13 @@ class L2SP(Regularizer):
             return
         self._owners = set(pulls)
         runs = _runs(model)
-        self._hooks = [
-            runs[owner].register_forward_hook(partial(self._after_forward, pulled, owner))
-            for owner, pulled in pulls.items()
-        ]
+        for owner, pulled in pulls.items():
+            contained = runs[owner] is not owner
+            after_forward = partial(self._after_forward, pulled, owner, contained)
+            self._hooks.append(runs[owner].register_forward_hook(after_forward))
+            for name, anchor, strength in () if contained else pulled:
+                after_gradient = partial(self._after_gradient, owner, anchor, strength)
+                self._hooks.append(getattr(owner, name).register_post_accumulate_grad_hook(after_gradient))
 
     def _counts(self, parameter: nn.Parameter) -> bool:
         return self.config.scope == "all" or len(getattr(parameter, "ds_shape", parameter.shape)) > 1
@@ -124,7 +131,7 @@ class L2SP(Regularizer):
     def _normaliser(self, parameters: list[nn.Parameter]) -> float:
         """Return what a sum of squares over these parameters is multiplied by."""
         if self.config.form == "mean":
-            return 1 / max(1, sum(int(getattr(p, "ds_numel", p.numel())) for p in parameters))
+            return 1 / max(1, sum(map(_numel, parameters)))
         return 0.5 if self.config.form == "sum_half" else 1.0  # a sum, and the pull
 
     def _anchor(self, module: nn.Module, name: str, sharding: Sharding) -> str:
@@ -138,11 +145,12 @@ class L2SP(Regularizer):
         import torch
 
         self._waiting = set(self._owners)
+        self._arriving = set()
         self._values = []
         self._ticket = torch.zeros((), requires_grad=True)
 
     def _after_forward(
-        self, pulls: list[tuple[str, str | None, float]], owner: nn.Module, module: nn.Module, args: Any, output: Any
+        self, pulls: list[_Pull], owner: nn.Module, contained: bool, module: nn.Module, args: Any, output: Any
     ) -> Any:
         import torch
 
@@ -152,10 +160,23 @@ class L2SP(Regularizer):
         weights = [getattr(owner, name) for name, _, _ in pulls]
         anchors = [None if anchor is None else getattr(owner, anchor) for _, anchor, _ in pulls]
         strengths = [strength for _, _, strength in pulls]
-        with torch.no_grad():
-            for weight, anchor, strength in zip(weights, anchors, strengths, strict=True):
-                self._values += [strength * part for part in _squares(weight, anchor)]
-        return _through_first_tensor(output, lambda x: _pull().apply(x, self, anchors, strengths, *weights))
+        for weight, anchor, strength in zip(weights, anchors, strengths, strict=True):
+            self._values.append(strength * sum(offset.square_().sum() for offset in _offsets(weight, anchor)))
+        if contained:  # not all of these weights need have a gradient of the loss to add to: an absent task's has none
+            return _through_first_tensor(output, lambda x: _pull().apply(x, self, anchors, strengths, *weights))
+        self._arriving.update(weights)
+        return None
+
+    def _after_gradient(self, owner: nn.Module, anchor: str | None, strength: float, weight: nn.Parameter) -> None:
+        """Add the penalty's gradient to the one that has just been accumulated."""
+        factor = None if self._ticket is None else self._ticket.grad
+        if factor is None or weight.grad is None or weight not in self._arriving:
+            return
+        self._arriving.discard(weight)
+        offsets = _offsets(weight, None if anchor is None else getattr(owner, anchor))
+        factor = 2 * strength * factor
+        for piece, offset in zip(_pieces(weight.grad), offsets, strict=True):
+            piece.add_(offset.mul_(factor))
 
     def penalty(self, batch: Batch) -> torch.Tensor | None:
         """Return the sum over the modules that ran; its gradient reaches the weights in the modules' own backward."""
@@ -217,21 +238,36 @@ def _trained(model: nn.Module, run: RunContext) -> Iterator[tuple[nn.Module, str
                 yield module, name, parameter, run.is_pretrained(f"{module_name}.{name}" if module_name else name)
 
 
-def _squares(weight: torch.Tensor, anchor: torch.Tensor | None) -> Iterator[torch.Tensor]:
-    """Yield sums of (w - w0)^2 over pieces of a weight.
+def _numel(parameter: nn.Parameter) -> int:
+    """Return the number of elements, of all ranks together under ZeRO-3."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
-    In pieces because memory of a big weight's size is mapped afresh on every step, which on the CPU costs ten times the
-    arithmetic. Not by a norm or dot product: torch's sum long float32 vectors one after the other, and lose three digits.
+
+def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return views of a few rows each; elsewhere than on the CPU, of all."""
+    if tensor.device.type != "cpu" or tensor.numel() <= _PIECE:
+        return (tensor,)
+    return tensor.split(max(1, _PIECE * len(tensor) // tensor.numel()))
+
+
+def _offsets(weight: torch.Tensor, anchor: torch.Tensor | None) -> Iterator[torch.Tensor]:
+    """Yield w - w0 of one piece of a weight after the other, all in the same memory, in float32 at least.
+
+    Sums over a piece keep six digits; torch's norms and dot products of a whole weight lose three.
     """
-    from torch import split
-    from torch.nn.functional import mse_loss
+    import torch
 
-    pieces = split(weight.reshape(-1), _PIECE)
-    if anchor is None:
-        yield from (piece.float().square().sum() for piece in pieces)
-    else:
-        anchors = split(anchor.reshape(-1), _PIECE)
-        yield from (mse_loss(w.float(), w0.float(), reduction="sum") for w, w0 in zip(pieces, anchors, strict=True))
+    pieces = _pieces(weight.detach())
+    precision = torch.promote_types(weight.dtype, torch.float32)
+    room = torch.empty_like(pieces[0], dtype=precision)
+    firsts = itertools.repeat(None, len(pieces)) if anchor is None else _pieces(anchor)
+    for piece, first in zip(pieces, firsts, strict=True):
+        offset = room if piece.shape == room.shape else room[: len(piece)]
+        if first is None:
+            offset.copy_(piece)
+        else:
+            torch.sub(piece.to(precision), first.to(precision), out=offset)
+        yield offset
 
 
 def _through_first_tensor(output: Any, function: Any) -> Any:
@@ -254,7 +290,7 @@ def _pull() -> Any:
     import torch
 
     class Pull(torch.autograd.Function):
-        """The identity on a module's output; in backward adds factor * 2 strength (w - w0) to each weight's gradient."""
+        """The identity on the output of a module around containers; in backward gives each weight factor * 2 strength (w - w0)."""
 
         @staticmethod
         def forward(

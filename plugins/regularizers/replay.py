@@ -17,18 +17,16 @@ Shapes: B rows of the task, R replayed rows, N blocks, T tokens, V words.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge, Gt, Le, Lt
 
 from ...registry.context import Support, TaskKind
 from ...registry.contracts import Regularizer
-from ...registry.errors import CompatibilityError, DataError
 from ...registry.hookspecs import hookimpl
+from ..texts import Tokenizer, read_blocks
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +35,7 @@ if TYPE_CHECKING:
     from ...registry.context import Batch, RunContext
 
 _IGNORED = -100
+_OWNER = "regularizer 'replay'"
 
 
 class Replay(Regularizer):
@@ -88,31 +87,16 @@ class Replay(Regularizer):
         super().__init__(config)
         self._model: Any = None
 
-    def attach(self, model: nn.Module, run: RunContext) -> None:
+    def attach(self, model: Any, run: RunContext) -> None:
         """Read the text and cut it into blocks.
 
         Raises:
             DataError: no such text, not readable, too short, or nothing to tokenize it with.
             CompatibilityError: ``length`` is more than the model takes.
         """
-        import torch
-
-        config: Any = model.config
-        longest = _longest(model)
-        if longest is not None and self.config.length > longest:
-            raise CompatibilityError(
-                f"regularizer 'replay': length={self.config.length} is more than the {longest} positions of the model"
-            )
-        self._seed, self._words = run.seed, config.vocab_size
-        tokenizer = _Tokenizer(self.config.tokenizer or config._name_or_path)
-        tokens = [token for document in _documents(self.config, tokenizer) for token in document]
-        count = len(tokens) // self.config.length
-        if count == 0 or max(tokens) >= self._words:
-            what = (
-                "fewer tokens than one block" if count == 0 else f"token {max(tokens)} of a vocabulary of {self._words}"
-            )
-            raise DataError(f"regularizer 'replay': {self.config.data} has {what}", remedy="give other data or length")
-        self._blocks_NT = torch.tensor(tokens[: count * self.config.length]).reshape(count, -1)
+        self._seed, self._words = run.seed, model.config.vocab_size
+        tokenizer = Tokenizer(self.config.tokenizer or model.config._name_or_path, _OWNER)
+        self._blocks_NT = read_blocks(self.config, self.config.data, tokenizer, model, _OWNER)
         self._mask = None
         if run.task.kind is TaskKind.MASKED_LM:
             chosen = self.config.mask_token_id
@@ -163,14 +147,6 @@ class Replay(Regularizer):
         del self._blocks_NT
 
 
-def _longest(model: Any) -> int | None:
-    """Return how many tokens a model takes; RoBERTa and its kin count positions from behind the pad's."""
-    longest: int | None = getattr(model.config, "max_position_embeddings", None)
-    tables = [module for name, module in model.named_modules() if name.endswith("position_embeddings")]
-    behind = [table.padding_idx + 1 for table in tables if getattr(table, "padding_idx", None) is not None]
-    return longest if longest is None else longest - max(behind, default=0)
-
-
 def _rows(batch: Batch, seed: int, model: Any) -> Iterator[bytes]:
     """Yield what a row's draw depends on: seed, step, and its tokens without pads."""
     name = getattr(model, "main_input_name", "input_ids")
@@ -179,75 +155,6 @@ def _rows(batch: Batch, seed: int, model: Any) -> Iterator[bytes]:
     for index, row in enumerate(content):
         kept = row if valid is None else row[valid[index]]
         yield f"{seed} {batch.step} ".encode() + kept.contiguous().numpy().tobytes()
-
-
-class _Tokenizer:
-    """The tokenizer of a model, loaded when it is needed."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._loaded: Any = None
-
-    @property
-    def loaded(self) -> Any:
-        if self._loaded is None:
-            from transformers import AutoTokenizer
-
-            try:
-                self._loaded = AutoTokenizer.from_pretrained(self.name)
-            except (OSError, ValueError, KeyError) as error:
-                first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-                raise DataError(
-                    f"regularizer 'replay' finds no tokenizer in {self.name!r}: {first}", remedy="name one as tokenizer"
-                ) from None
-        return self._loaded
-
-    def required(self, name: str) -> int:
-        value = getattr(self.loaded, name)
-        if value is None:
-            raise DataError(
-                f"regularizer 'replay': the tokenizer of {self.name!r} has no {name}", remedy=f"give {name}"
-            )
-        return int(value)
-
-    def encoded(self, text: str) -> list[int]:
-        """Return a document's tokens, an eos after them where there is one."""
-        tokens: list[int] = self.loaded(text, add_special_tokens=False, verbose=False)["input_ids"]
-        eos = self.loaded.eos_token_id
-        return [*tokens, eos] if tokens and eos is not None else tokens
-
-
-def _documents(config: Replay.Config, tokenizer: _Tokenizer) -> Iterator[list[int]]:
-    """Yield the tokens of every document."""
-    for row in islice(_records(config), config.max_documents):
-        if isinstance(row, Mapping) and isinstance(row.get("input_ids"), list):
-            yield [int(token) for token in row["input_ids"]]
-        elif isinstance(row, Mapping) and isinstance(row.get(config.column), str):
-            yield tokenizer.encoded(row[config.column])
-        else:
-            known = sorted(map(str, row)) if isinstance(row, Mapping) else []
-            raise DataError(f"regularizer 'replay': {config.data} has no text {config.column!r}", known=known)
-
-
-def _records(config: Replay.Config) -> Iterator[Any]:
-    import json
-
-    path = Path(config.data)
-    try:
-        if path.is_file():
-            with path.open(encoding="utf-8") as lines:
-                for line in lines:
-                    if line.strip():
-                        yield json.loads(line) if path.suffix == ".jsonl" else {config.column: line.strip()}
-        else:
-            from datasets import load_dataset
-
-            streaming = config.max_documents is not None
-            yield from load_dataset(config.data, config.data_config, split=config.split, streaming=streaming)
-    except (OSError, ValueError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        remedy = "" if path.is_file() else "see data_config and split"
-        raise DataError(f"regularizer 'replay' cannot read {config.data}: {first}", remedy=remedy) from None
 
 
 @hookimpl

@@ -16,6 +16,7 @@ from ...registry.context import Stage, Support, TaskKind
 from ...registry.contracts import Strategy
 from ...registry.hookspecs import hookimpl
 from ..freezing import keep_eval, train_everything, train_head_alone
+from ..head_tuning import CacheOptions, HeadTuning
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 class LpFt(Strategy):
     """Train the fresh head on features of the frozen encoder in eval mode, then everything with the run's own arguments.
 
-    The last stage is full fine-tuning, not LoRA. The first one runs the encoder in every epoch: nothing is cached.
+    The last stage is full fine-tuning, not LoRA. The first one runs the encoder once for each row, as strategy ``head`` does.
     """
 
     name = "lp_ft"
@@ -39,8 +40,8 @@ class LpFt(Strategy):
     )
 
     @dataclass(frozen=True, kw_only=True)
-    class Config:
-        """Options of LP-FT.
+    class Config(CacheOptions):
+        """Options of LP-FT; those of the cache are of the first stage.
 
         Attributes:
             head_epochs: passes over the training rows in the first stage (our choice; the paper solves a logistic
@@ -82,11 +83,11 @@ class LpFt(Strategy):
     @contextmanager
     def staged(self, model: nn.Module, run: RunContext, stage: Stage) -> Iterator[nn.Module]:
         """Freeze the encoder and keep it in eval mode."""
-        hook = train_head_alone(model, run, self.name)
+        tuning = HeadTuning(model, run, self.config, self.name)
         try:
             yield model
         finally:
-            hook.remove()
+            tuning.end()
             train_everything(model)
 
     def export(self, model: nn.Module, run: RunContext, *, merge: bool = False) -> nn.Module:

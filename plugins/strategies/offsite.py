@@ -28,6 +28,7 @@ from ...registry.proxy import ProxyStrategy
 from ..adapters import add_lora, attention_projections, export_adapter, plug_adapter, rename_modules
 from ..distillation import Schedule, follow, hidden_states, modes_kept, state_distance
 from ..readings import valid_positions
+from ..texts import DistillationText, TextBatches
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +49,7 @@ class Offsite(ProxyStrategy):
     identity_start = False
 
     @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(DistillationText):
         """Options of Offsite-Tuning.
 
         Attributes:
@@ -59,8 +60,8 @@ class Offsite(ProxyStrategy):
                 as 8 on twelve.
             alpha: the update is scaled by alpha / r (our choice: the scale of ``proxy_sub_fm``).
             dropout: probability of zeroing an element of an adapter's input, in training.
-            distill_steps: steps in which the emulator learns to give what all layers give, on unlabelled rows: those of the
-                server, or with one owner the run's own training inputs, a global batch a step; 0 leaves it out.
+            distill_steps: steps in which the emulator learns to give what all layers give, on ``data``, or on the server's
+                rows, or with one owner on the run's own training inputs, a global batch a step; 0 leaves it out.
             learning_rate: peak learning rate of those steps (the paper's code).
             weight_decay: AdamW's, there (the paper's code).
             warmup_ratio: share of those steps with rising learning rate (our choice; the code warms up for 2000 steps).
@@ -73,13 +74,13 @@ class Offsite(ProxyStrategy):
         r: Annotated[int, Ge(1)] = 24
         alpha: Annotated[float, Gt(0)] = 144
         dropout: Annotated[float, Ge(0), Lt(1)] = 0.1
-        distill_steps: Annotated[int, Ge(0)] = 0
         learning_rate: Annotated[float, Gt(0)] = 1e-4
         weight_decay: Annotated[float, Ge(0)] = 0.1
         warmup_ratio: Annotated[float, Ge(0), Le(1)] = 0.06
         max_grad_norm: Annotated[float, Gt(0)] = 1.0
 
         def __post_init__(self) -> None:
+            super().__post_init__()
             if self.distill_steps and not self.emulator_layers:
                 raise ValueError("option distill_steps: an emulator of no layers has nothing to learn; set it to 0")
 
@@ -228,12 +229,17 @@ class Offsite(ProxyStrategy):
     def distill(
         self, model: nn.Module | None, proxy: nn.Module, batches: Iterable[Mapping[str, Any]], run: RunContext
     ) -> Mapping[str, float]:
-        """Minimise mean(((T - S) / RMS(T))^2), S what the emulator gives and T what all layers give; return steps and loss."""
+        """Minimise mean(((T - S) / RMS(T))^2), S what the emulator gives and T what all layers give; return steps and loss.
+
+        On ``data``, where it is named.
+        """
         import torch
 
         config, first = self.config, self.config.adapter_layers[0]
         if not config.distill_steps:
             return {}
+        if config.data is not None:
+            batches = TextBatches(config, proxy, run.seed, f"strategy {self.name!r}")
         full = proxy if model is None else model
         mine = f"{self._prefix(proxy)}{self._stack}.{first + config.emulator_layers - 1}"
         theirs = f"{self._prefix(full)}{self._stack}.{first + len(self._between) - 1}"

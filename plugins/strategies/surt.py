@@ -9,8 +9,8 @@ embeddings, so that only the small transformation in front of it and a bias star
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -20,11 +20,11 @@ from ...registry.context import Stage, Support, TaskKind
 from ...registry.contracts import Strategy
 from ...registry.errors import CompatibilityError
 from ...registry.hookspecs import hookimpl
-from ..freezing import train_everything, train_head_alone
+from ..freezing import train_everything
+from ..head_tuning import CacheOptions, HeadTuning, file_features
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.utils.hooks import RemovableHandle
 
     from ...registry.context import RunContext
 
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 class Surt(Strategy):
     """Re-train the encoder on the training inputs without labels, then fine-tune it, or a head on it.
 
-    The last stage is full fine-tuning or head tuning, not LoRA. Head tuning runs the encoder in every epoch: nothing is cached.
+    The last stage is full fine-tuning or head tuning, not LoRA. Head tuning is that of strategy ``head``: the re-trained
+    encoder runs once for each row.
     """
 
     name = "surt"
@@ -43,8 +44,8 @@ class Surt(Strategy):
     supports = Support(tasks=frozenset(TaskKind) - {TaskKind.IMAGE_CLASSIFICATION})
 
     @dataclass(frozen=True, kw_only=True)
-    class Config:
-        """Options of SURT; the paper names no values.
+    class Config(CacheOptions):
+        """Options of SURT; the paper names no values. Those of the cache matter for head tuning.
 
         Attributes:
             lm_epochs: passes over the training rows without labels (our choice).
@@ -62,7 +63,7 @@ class Surt(Strategy):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self._hook: RemovableHandle | None = None
+        self._tuning: HeadTuning | None = None
 
     def prepare(self, model: nn.Module, run: RunContext) -> nn.Module:
         """Set what trains after the re-training.
@@ -72,7 +73,7 @@ class Surt(Strategy):
         """
         _objective(model)
         if self.config.tuning == "head":
-            self._hook = train_head_alone(model, run, self.name)
+            self._tuning = HeadTuning(model, run, self.config, self.name)
         else:
             train_everything(model)
         return model
@@ -97,16 +98,17 @@ class Surt(Strategy):
         for name, parameter in language_model.named_parameters():
             parameter.requires_grad_(name in reached and parameter.is_floating_point())
         try:
-            yield language_model
+            with nullcontext() if self._tuning is None else self._tuning.suspended():
+                yield language_model
         finally:
             for parameter, flag in flags:
                 parameter.requires_grad_(flag)
 
     def export(self, model: nn.Module, run: RunContext, *, merge: bool = False) -> nn.Module:
-        """Return the whole model, its hook removed."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        """Return the whole model, with nothing in the encoder's way."""
+        if self._tuning is not None:
+            self._tuning.end()
+            self._tuning = None
         return model
 
 
@@ -165,3 +167,9 @@ def _language_model(model: Any, objective: TaskKind, revision: str | None) -> tu
 def tunery_strategies() -> list[type[Strategy]]:
     """Offer :class:`Surt`."""
     return [Surt]
+
+
+@hookimpl
+def tunery_run_end(run: RunContext, result: Mapping[str, Any]) -> None:
+    """File the features of the run that ends."""
+    file_features(run)

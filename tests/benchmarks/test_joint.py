@@ -16,7 +16,8 @@ from tunery.benchmarks.reporting.layout import failures, grid
 from tunery.benchmarks.reporting.scatter import costs
 from tunery.benchmarks.reporting.words import conclusions, overview
 from tunery.benchmarks.results import OUT_OF_100, Results, file_name, read_results, sealed
-from tunery.benchmarks.suite import read_suite, write_suite
+from tunery.benchmarks.suite import read_suite
+from tunery.benchmarks.suite_file import write_suite
 from tunery.core.data.metrics import GENERATED
 
 LEVEL = {"multi_lora": 0.70, "lora": 0.72, "fine_tune": 0.71, "pre_trained": 0.5}

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tunery.benchmarks.errors import ResultError
 from tunery.benchmarks.regression import Check, compare_to_baseline, write_baseline
-from tunery.benchmarks.results import CellResult, ResultError, Results
+from tunery.benchmarks.results import CellResult, Results
 
 Scores = Mapping[str, Mapping[str, list[float | None]]]
 BASE: Scores = {

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tunery.benchmarks.cells import failure
-from tunery.benchmarks.results import CellResult, ResultError, digest, file_name, read_cell, read_results, sealed
+from tunery.benchmarks.errors import ResultError
+from tunery.benchmarks.results import CellResult, digest, file_name, read_cell, read_results, sealed
 
 
 def content(**changes: Any) -> dict[str, Any]:

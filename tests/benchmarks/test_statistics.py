@@ -15,6 +15,7 @@ from tunery.benchmarks.statistics import (
     compare,
     detectable_difference,
     holm,
+    sd_interval,
     standard_deviation,
     summarize,
     t_interval,
@@ -85,6 +86,16 @@ def test_students_interval_by_table():
     assert interval is not None
     assert interval.high - 3 == pytest.approx(2.776445 * math.sqrt(2.5) / math.sqrt(5), rel=1e-6)
     assert interval.low + interval.high == pytest.approx(6)
+
+
+def test_interval_of_a_spread_by_table():
+    """Five values: printed quantiles of chi-square at four degrees of freedom. None of two, nor of equal ones."""
+    values = [1.0, 2.0, 3.0, 4.0, 5.0]
+    interval = sd_interval(values)
+    assert interval is not None
+    bounds = [math.sqrt(10 / 11.1433), math.sqrt(10 / 0.484419)]  # 10: the sum of squares
+    assert (interval.low, interval.high) == pytest.approx(bounds, rel=1e-5)
+    assert sd_interval(values[:2]) is sd_interval([0.5] * 5) is None
 
 
 def test_darwins_maize():

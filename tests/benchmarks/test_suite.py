@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from tunery.benchmarks.suite import read_suite, select, shipped_suites, with_methods, write_suite
+from tunery.benchmarks.choosing import select, with_methods
+from tunery.benchmarks.suite import read_suite, shipped_suites
+from tunery.benchmarks.suite_file import write_suite
 from tunery.core.federated.arguments import build_federated_options
 from tunery.core.options import build_options
 from tunery.core.recipe import choose
@@ -76,11 +78,54 @@ def test_shipped_suites_can_be_run(name: str, tmp_path: Path):
         ({"defaults": {"learning_rat": 1}}, "no key 'learning_rat'.*did you mean 'learning_rate'"),
         ({"overrides": [{"keys": {"nothing": 1}}]}, "no key 'nothing'"),
         ({"tasks": {"t": {"protocol": 5}}}, "protocol 5 is no list of pieces"),
+        (
+            {"axis": {"name": "rate", "field": "learning_rat"}},
+            "no key 'learning_rat'; in axis of suite tiny.yaml.*rate'",
+        ),
+        ({"axis": {"name": "rate", "field": "a b"}}, "axis.field: Value error, a key of recipes, or PLUGIN:OPTION"),
+        ({"axis": {"field": "learning_rate", "scale": "ln"}}, "axis.name: Field required"),
     ],
 )
 def test_refused(place: Any, changes: dict[str, Any], message: str):
     with pytest.raises(RecipeError, match=message):
         read_suite(str(place.suite(**changes)))
+
+
+RATES = {name: {"strategy": "full", "learning_rate": rate} for name, rate in (("low", 1e-4), ("high", 1e-2))}
+
+
+@pytest.mark.parametrize(
+    ("axis", "changes", "message"),
+    [
+        ({"field": "mhloss:heads"}, {}, "no method says mhloss:heads; in axis of suite tiny;"),
+        ({"field": "learning_rate"}, {"learning_rate": 0.1}, "'low' and 'high' both have learning_rate at 0.1"),
+        ({"field": "leave_out", "scale": "log"}, {"leave_out": 0}, "method 'low' is at 0, no logarithm"),
+    ],
+)
+def test_axis_that_is_none(axis: dict[str, Any], changes: dict[str, Any], message: str, place: Any):
+    """Told in one line before anything runs, flags of the command line included."""
+    suite = read_suite(str(place.suite(methods=RATES, axis={"name": "x", **axis})))
+    with pytest.raises(RecipeError, match=message) as caught:
+        suite.cells(changes)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("figure", "places"),
+    [
+        (1, [1, 5, 50, 100, 200]),
+        (2, [1, 2, 3, 5, 10, 20]),
+        (3, [5e-6, 1e-5, 2e-5, 3e-5, 5e-5, 1e-4]),
+        (4, [0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]),
+    ],
+)
+def test_axes_of_the_stability_papers_figures(figure: int, places: list[float]):
+    """Every method of Figures 1 to 4 stands on one line, at its own value."""
+    suite = read_suite(f"stability_figure{figure}")
+    cells = [cell for cell in suite.cells({}) if (cell.task, cell.seed) == ("rte", 0)]
+    assert suite.axis is not None
+    assert [suite.axis.value(cell.recipe) for cell in cells] == places
+    assert len({suite.axis.line(cell.recipe) for cell in cells}) == 1
 
 
 def test_rounds_search_no_learning_rate(place: Any):

@@ -22,6 +22,7 @@ import tunery
 from tunery.core.recipe import choose
 from tunery.plugins.strategies.multi_lora import MultiLoraConfig
 from tunery.plugins.strategies.multi_lora.layers import MultiLoraLayer
+from tunery.plugins.strategies.multi_lora.packing import can_pack
 from tunery.plugins.strategies.multi_lora.routing import Router
 from tunery.plugins.strategies.multi_lora.splitting import STEP, cheapest_cuts, pieces
 from tunery.registry.conformance.models import MODELS, base_model
@@ -561,7 +562,7 @@ def test_losses_of_mixed_batch_are_the_formulas() -> None:
     assert model.eval()(**batch).task_losses is None
 
 
-# ---- a batch in pieces
+# ---- a batch in pieces, or without its padding
 
 
 @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=16), overhead=st.integers(0, 200))
@@ -598,6 +599,7 @@ def test_pieces_answer_as_the_whole_batch(kind: str) -> None:
         "labels": torch.randint(2, (24,), generator=generator).double(),
     }
     assert len(pieces(mask)) > 1
+    assert can_pack(adapted(kind).base_model.model, mask) == (kind != "gpt2")
     found = {}
     for split in (True, False):
         model = adapted(kind).train()
@@ -654,6 +656,38 @@ def test_layers_that_run_again_find_the_whole_batch() -> None:
         found[again] = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert seen == [(24, 20, 16)] * 2
     torch.testing.assert_close(found[True], found[False], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("tasks", [1, 3])
+def test_encoder_computes_no_padding(tasks: int) -> None:
+    """Its layers see as many positions as there are tokens; afterwards, also after an error, all is as it was."""
+    mask = (torch.arange(20) < torch.tensor([2, 20] * 12)[:, None]).long()
+    batch = {"input_ids": mask * 5, "attention_mask": mask, "task_ids": torch.arange(24) % tasks}
+    model = adapted().train()
+    layers = model.base_model.model.bert.encoder.layer
+    seen: list[torch.Size] = []
+    hook = layers[1].register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    assert model(**batch).logits.shape == (
+        24,
+        max(task["num_labels"] for task in TASKS[:tasks] if "num_labels" in task),
+    )
+    assert seen == [(264, 1, 16)]
+    hook.remove()
+    broken = layers[1].register_forward_hook(lambda module, args, output: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(**batch)
+    broken.remove()
+    assert model.config._attn_implementation == "sdpa"
+    assert model.base_model.model.bert.encoder._forward_hooks == {}
+
+
+def test_padding_elsewhere_than_on_the_right_is_computed() -> None:
+    """Heads read the first position, which then is padding; and a batch without padding has none to leave out."""
+    model = adapted().base_model.model
+    mask = (torch.arange(20) < torch.tensor([2, 20] * 12)[:, None]).long()
+    assert can_pack(model, mask)
+    assert not can_pack(model, mask.flip(1))
+    assert not can_pack(model, torch.ones_like(mask))
 
 
 def test_padding_on_the_left_is_kept() -> None:

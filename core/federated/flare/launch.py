@@ -6,13 +6,14 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from ....registry.errors import FederationError
 from ...artifacts import write_json
-from ..arguments import read_federated_options
+from ..arguments import FederatedOptions, read_federated_options
+from ..site import refuse_probes
 from .provision import CONTROLLER, EXECUTOR, RECIPE, check_kit, need_flare, own_state
 
 _PROCESSES = "nvflare.private.fed.app"
@@ -45,13 +46,13 @@ def run_site(kit: Path, recipe: Path) -> NoReturn:
         RecipeError: no such kit, or a recipe that cannot be read.
     """
     name = check_kit(kit, "fed_client.json")["client"]["fqsn"]
-    _take(recipe, kit)
+    _take(recipe, kit, refuse_probes)
     _become("client.client_train", kit, "fed_client.json", [f"uid={name}"])
 
 
-def _take(recipe: Path, kit: Path) -> None:
+def _take(recipe: Path, kit: Path, check: Callable[[FederatedOptions], None] = lambda options: None) -> None:
     need_flare()
-    read_federated_options(recipe, [])
+    check(read_federated_options(recipe, []))
     temporary = kit / "local" / f".{RECIPE}.{os.getpid()}"
     shutil.copyfile(recipe, temporary)
     temporary.replace(kit / "local" / RECIPE)

@@ -2,8 +2,8 @@
 
 "Parameter-Efficient Fine-Tuning via Partially Decomposable Loss Analysis and Sharing" (anonymous), section 5 and Algorithm 1.
 Read on in ``config.py`` and ``tuner.py`` (the PEFT method), ``layers.py`` (an adapted module), ``heads.py``, ``last_token.py``
-(classifiers beside a language-modelling head), ``losses.py``, ``routing.py`` (which row belongs to which task) and
-``splitting.py`` (a batch in pieces of rows of similar length).
+(classifiers beside a language-modelling head), ``losses.py``, ``routing.py`` (which row belongs to which task), ``packing.py``
+(an encoder's batch without its padding) and ``splitting.py`` (any other model's in pieces of rows of similar length).
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from transformers.utils.generic import ModelOutput
 
 from .last_token import in_one, models_language
 from .losses import task_losses
+from .packing import can_pack, packed
 from .splitting import pieces
 
 if TYPE_CHECKING:
@@ -66,8 +67,15 @@ class JointForward:
         labels = kwargs.pop("labels", None)
         batch = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
         groups = tuner.router.route(task_ids, len(batch))
-        found = None if args or task_ids is None else self._in_pieces(base, task_ids, kwargs)
-        output: Any = base(*args, **kwargs) if found is None else JointOutput(logits=found)
+        mask = None if args or task_ids is None else self._padding(kwargs)
+        output: Any
+        if mask is None:
+            output = base(*args, **kwargs)
+        elif can_pack(model, mask):
+            with packed(model, tuner.router, mask):
+                output = base(**kwargs)
+        else:
+            output = self._in_pieces(base, task_ids, kwargs, mask)
         logits: torch.Tensor | None = output.logits
         apart = None
         if tuner.reader is not None:
@@ -91,8 +99,8 @@ class JointForward:
         zero = torch.zeros_like(next(iter(found.values())))
         return torch.stack([found.get(number, zero) for number in range(len(self.tuner.tasks))])
 
-    def _in_pieces(self, base: Any, task_ids: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor | None:
-        """Return the logits of a batch that is faster in pieces, ``None`` for one that is not."""
+    def _padding(self, inputs: dict[str, Any]) -> torch.Tensor | None:
+        """Return the attention mask of a batch that need not run as it came, ``None`` for one that must."""
         tuner, model = self.tuner, self.tuner.model
         mask = inputs.get("attention_mask")
         if not tuner.split or tuner.router.everyone or models_language(model):
@@ -107,9 +115,13 @@ class JointForward:
         # Who looks on at an evaluation must see the batch as it came.
         if not model.training and any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()):
             return None
-        found = pieces(mask)
+        return mask
+
+    def _in_pieces(self, base: Any, task_ids: Any, inputs: dict[str, Any], mask: torch.Tensor) -> Any:
+        """Run a batch in the pieces it is fastest in."""
+        tuner, found = self.tuner, pieces(mask)
         if not found:
-            return None
+            return base(**inputs)
         logits = []
         for piece in found:
             tuner.router.route(task_ids.index_select(0, piece.rows), len(piece.rows))
@@ -117,4 +129,4 @@ class JointForward:
         width = max(part.shape[-1] for part in logits)
         filled = [functional.pad(part, (0, width - part.shape[-1]), value=-torch.inf) for part in logits]
         order = torch.cat([piece.rows for piece in found])
-        return torch.cat(filled).index_select(0, torch.argsort(order))
+        return JointOutput(logits=torch.cat(filled).index_select(0, torch.argsort(order)))

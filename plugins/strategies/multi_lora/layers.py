@@ -63,7 +63,7 @@ class TaskMatrices(nn.Module):
         groups = self.router.groups_of(x, module)
         weights = [self.of(self.router.tasks[number]).to(x.dtype) for number in groups.tasks]
         if groups.place is None:
-            return functional.linear(x, weights[0])
+            return groups.joined([functional.linear(*pair) for pair in zip(groups.split(x), weights, strict=True)])
         w_BOI = torch.stack(weights).index_select(0, groups.place)
         x_BTI = x if x.dim() == 3 else x.reshape(len(x), -1, x.shape[-1])
         return torch.bmm(x_BTI, w_BOI.transpose(1, 2)).reshape(*x.shape[:-1], -1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -21,7 +22,8 @@ class Groups:
         tasks: numbers of the tasks that take part, ascending.
         sizes: rows of each of them; 0 for a task that takes part for its gradient's sake alone.
         order: the rows' numbers, those of the first task first; ``None`` where they come in that order already.
-        place: the position in ``tasks`` of each row's task, shape (rows,); ``None`` where one task takes part.
+        place: the position in ``tasks`` of each row's task, shape (rows,); ``None`` where one task takes part, and for
+            rows that are tokens.
     """
 
     tasks: tuple[int, ...]
@@ -41,6 +43,15 @@ class Groups:
         place = None if self.place is None else self.place.repeat_interleave(times)
         order = None if place is None else torch.argsort(place, stable=True)
         return Groups(self.tasks, tuple(size * times for size in self.sizes), order, place)
+
+    def of_tokens(self, lengths: Sequence[int]) -> Groups:
+        """Return the groups of a batch whose rows are the tokens of this one's rows, those of the first task first.
+
+        Args:
+            lengths: tokens of each row, in that order.
+        """
+        ends = [0, *accumulate(self.sizes)]
+        return Groups(self.tasks, tuple(sum(lengths[start:end]) for start, end in pairwise(ends)))
 
     def split(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return each task's rows of ``x``, shape (rows, ...)."""

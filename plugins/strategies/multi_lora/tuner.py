@@ -37,8 +37,8 @@ class MultiLoraModel(BaseTuner):
     Attributes:
         tasks: the tasks, in the order of their numbers.
         router: says which row belongs to which.
-        split: whether a batch of unequal rows may run in pieces where that is faster; outputs then hold logits alone, and
-            who asks for hidden states or attentions gets the batch run as a whole.
+        split: whether a batch of unequal rows may run without its padding, or in pieces, where that is faster; outputs in
+            pieces hold logits alone, and who asks for hidden states or attentions gets the batch run as a whole.
     """
 
     prefix = "lora_"

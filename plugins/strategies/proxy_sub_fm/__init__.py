@@ -13,7 +13,7 @@ adapter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -26,9 +26,8 @@ from ....registry.errors import CompatibilityError
 from ....registry.hookspecs import hookimpl
 from ....registry.proxy import ProxyStrategy
 from ...adapters import add_lora, attention_projections, export_adapter, plug_adapter
-from ...distillation import Schedule, follow, hidden_states, modes_kept
-from ...readings import valid_positions
-from .alignment import count_idle, distillation_loss, idle_masks, weight_product
+from ...texts import DistillationText, TextBatches
+from .alignment import Teacher, bring_closer, count_idle, idle_masks
 from .neurons import Block, find_blocks, like, most, on_host, saliency, selected, with_parameters
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ class ProxySubFm(ProxyStrategy):
     identity_start = False
 
     @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(DistillationText):
         """Options of the proxy sub-model.
 
         Attributes:
@@ -57,8 +56,8 @@ class ProxySubFm(ProxyStrategy):
             r: rank of the LoRA updates on query, key, value and attention output (the paper's code).
             alpha: the update is scaled by alpha / r (the paper's code).
             dropout: probability of zeroing an element of an adapter's input, in training (the paper's code).
-            distill_steps: steps of the alignment before tuning (section 3.5.1), on unlabelled rows: those of the server, or
-                with one owner the run's own training inputs, a global batch a step; 0 leaves it out (the paper's _N, _D).
+            distill_steps: steps of the alignment before tuning (section 3.5.1), on ``data``, or on the server's rows, or
+                with one owner on the run's own training inputs, a global batch a step; 0 leaves it out (the paper's _N, _D).
             realign_every: rounds of a federation between two alignments during tuning (section 3.5.2, the paper's t); 0
                 leaves them out (the paper's _N, _B).
             realign_steps: steps of each (our choice; the paper's code takes 0.02 epochs of its corpus).
@@ -78,7 +77,6 @@ class ProxySubFm(ProxyStrategy):
         r: Annotated[int, Ge(1)] = 8
         alpha: Annotated[float, Gt(0)] = 48
         dropout: Annotated[float, Ge(0), Lt(1)] = 0.1
-        distill_steps: Annotated[int, Ge(0)] = 0
         realign_every: Annotated[int, Ge(0)] = 10
         realign_steps: Annotated[int, Ge(1)] = 10
         share: Annotated[float, Gt(0), Le(1)] = 0.5
@@ -188,14 +186,15 @@ class ProxySubFm(ProxyStrategy):
     def distill(
         self, model: nn.Module | None, proxy: nn.Module, batches: Iterable[Mapping[str, Any]], run: RunContext
     ) -> Mapping[str, float]:
-        """Minimise eq. 13 over all neurons of the narrow blocks; return steps, first and last loss."""
+        """Minimise eq. 13 over all neurons of the narrow blocks, on ``data`` where it is named; return steps, first and last loss."""
         if not self.config.distill_steps:
             return {}
         if not self._originals:
             run.logger.warning("nothing was removed: distill_steps has nothing to bring closer")
             return {}
-        parameters = [parameter for block in self._narrow(proxy, run) for parameter in block.parameters]
-        return self._align(model, proxy, batches, run, self.config.distill_steps, parameters)
+        if self.config.data is not None:
+            batches = TextBatches(self.config, proxy, run.seed, f"strategy {self.name!r}")
+        return self._align(model, proxy, batches, run, self.config.distill_steps)
 
     def statistics(
         self, proxy: nn.Module, batches: Iterable[Mapping[str, Any]], run: RunContext
@@ -217,9 +216,8 @@ class ProxySubFm(ProxyStrategy):
             run.logger.warning("no client told which neurons are idle: nothing is aligned")
             return {}
         blocks = self._narrow(proxy, run)
-        parameters = [parameter for block in blocks for parameter in block.parameters]
         masks = [mask for block in blocks for mask in idle_masks(block, statistics, self.config.share)]
-        return self._align(model, proxy, batches, run, self.config.realign_steps, parameters, masks)
+        return self._align(model, proxy, batches, run, self.config.realign_steps, masks)
 
     def realigned(self, proxy: nn.Module, run: RunContext) -> int:
         """Return how many numbers an alignment during tuning changes: those of the most idle share of the kept neurons."""
@@ -237,66 +235,17 @@ class ProxySubFm(ProxyStrategy):
         batches: Iterable[Mapping[str, Any]],
         run: RunContext,
         steps: int,
-        parameters: list[nn.Parameter],
         masks: list[torch.Tensor] | None = None,
     ) -> dict[str, float]:
-        import torch
-
-        config, blocks = self.config, self._narrow(proxy, run)
-        layers = _names(proxy, blocks, run)
-        taught = self._teacher(model, proxy, run)
-
-        def loss_of(batch: Mapping[str, Any]) -> torch.Tensor:
-            with torch.no_grad():
-                aims, products = taught(batch)
-            proxy.train()
-            states = hidden_states(proxy, layers, batch)
-            mine = [weight_product(block) for block in blocks] if config.mu else []
-            real = valid_positions(batch, states[0])
-            return distillation_loss(states, aims, real, mine, products, config.objective, config.mu)
-
-        schedule = Schedule(
-            steps=steps,
-            learning_rate=config.learning_rate,
-            weight_decay=config.weight_decay,
-            warmup_ratio=config.warmup_ratio,
-            max_grad_norm=config.max_grad_norm,
-            seed=run.seed,
-        )
-        with modes_kept(proxy), run.sharding.gathered(proxy.parameters()):
-            proxy.requires_grad_(False)
-            for parameter in parameters:
-                parameter.requires_grad_(True)
-            return follow(parameters, loss_of, batches, schedule, masks)
-
-    def _teacher(
-        self, model: nn.Module | None, proxy: nn.Module, run: RunContext
-    ) -> Callable[[Mapping[str, Any]], tuple[list[torch.Tensor], list[torch.Tensor]]]:
-        """Return what gives the full model's states and weight products: a model apart, or the proxy made whole."""
-        full = proxy if model is None else model
-        whole = self._whole(proxy, run) if model is None else []
-        blocks = self._narrow(full, run)
-        layers = _names(full, blocks, run)
-        with with_parameters(whole):
-            products = [weight_product(block).detach() for block in blocks] if self.config.mu else []
-
-        def taught(batch: Mapping[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-            with with_parameters(whole), modes_kept(full):
-                return hidden_states(full.eval(), layers, batch), products
-
-        return taught
+        full, whole = (proxy, self._whole(proxy, run)) if model is None else (model, [])
+        teacher = Teacher(full, self._narrow(full, run), whole, run)
+        return bring_closer(self.config, teacher, proxy, self._narrow(proxy, run), batches, run, steps, masks)
 
     def export(self, model: nn.Module, run: RunContext, *, merge: bool = False) -> nn.Module:
         """Return the full model: a ``PeftModel`` with the adapter, or with ``merge`` the plain model it is folded into."""
         for block, parameters in self._whole(model, run):
             block.put(parameters)
         return export_adapter(model, merge=merge)
-
-
-def _names(model: nn.Module, blocks: Sequence[Block], run: RunContext) -> list[str]:
-    """Return the names of the layers that ``blocks`` belong to."""
-    layers = run.anatomy(model).layers
-    return [layers[block.layer].name for block in blocks]
 
 
 @hookimpl

@@ -13,13 +13,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from ...distillation import UNSEEN, modes_kept, state_distance
+from ...distillation import UNSEEN, Schedule, follow, hidden_states, modes_kept, state_distance
 from ...readings import valid_positions
-from .neurons import Block, most
+from .neurons import Block, most, with_parameters
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from ....registry.context import RunContext
+    from . import ProxySubFm
 
 TOKENS = "tokens"
 
@@ -119,3 +122,93 @@ def idle_masks(block: Block, statistics: Mapping[str, torch.Tensor], share: floa
         mask = idle.view(shape) if dim is not None else torch.zeros(shape, dtype=torch.bool)
         masks.append(mask.to(parameter.device))
     return masks
+
+
+class Teacher:
+    """The full model: a model apart, or the sub-model made whole for as long as it teaches.
+
+    Args:
+        full: the model, or the sub-model.
+        blocks: those of its blocks that the sub-model has narrow.
+        whole: with the sub-model, these blocks with the parameters that make it whole.
+        run: the run it belongs to.
+    """
+
+    def __init__(
+        self,
+        full: nn.Module,
+        blocks: Sequence[Block],
+        whole: Sequence[tuple[Block, Sequence[nn.Parameter]]],
+        run: RunContext,
+    ) -> None:
+        self._full = full
+        self._blocks = blocks
+        self._whole = whole
+        self._layers = _layers(full, blocks, run)
+
+    def products(self) -> list[torch.Tensor]:
+        """Return the product of each block's two weights, (D, D)."""
+        with with_parameters(self._whole):
+            return [weight_product(block).detach() for block in self._blocks]
+
+    def states(self, batch: Mapping[str, Any]) -> list[torch.Tensor]:
+        """Return what the layers of the blocks give in eval mode, each (B, T, D)."""
+        import torch
+
+        with torch.no_grad(), with_parameters(self._whole), modes_kept(self._full):
+            return hidden_states(self._full.eval(), self._layers, batch)
+
+
+def bring_closer(
+    config: ProxySubFm.Config,
+    teacher: Teacher,
+    proxy: nn.Module,
+    blocks: Sequence[Block],
+    batches: Iterable[Mapping[str, Any]],
+    run: RunContext,
+    steps: int,
+    masks: Sequence[torch.Tensor] | None,
+) -> dict[str, float]:
+    """Minimise eq. 13 over the sub-model's narrow blocks; return steps, first and last loss.
+
+    Args:
+        config: objective, mu and schedule.
+        teacher: the full model.
+        proxy: the sub-model.
+        blocks: its narrow blocks.
+        batches: unlabelled rows.
+        run: the run it belongs to.
+        steps: how many.
+        masks: for each parameter of the blocks, which elements may change; ``None`` for all.
+    """
+    layers = _layers(proxy, blocks, run)
+    products = teacher.products() if config.mu else []
+
+    def loss_of(batch: Mapping[str, Any]) -> torch.Tensor:
+        aims = teacher.states(batch)
+        proxy.train()
+        states = hidden_states(proxy, layers, batch)
+        mine = [weight_product(block) for block in blocks] if config.mu else []
+        real = valid_positions(batch, states[0])
+        return distillation_loss(states, aims, real, mine, products, config.objective, config.mu)
+
+    schedule = Schedule(
+        steps=steps,
+        learning_rate=config.learning_rate,
+        weight_decay=config.weight_decay,
+        warmup_ratio=config.warmup_ratio,
+        max_grad_norm=config.max_grad_norm,
+        seed=run.seed,
+    )
+    parameters = [parameter for block in blocks for parameter in block.parameters]
+    with modes_kept(proxy), run.sharding.gathered(proxy.parameters()):
+        proxy.requires_grad_(False)
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+        return follow(parameters, loss_of, batches, schedule, masks)
+
+
+def _layers(model: nn.Module, blocks: Sequence[Block], run: RunContext) -> list[str]:
+    """Return the names of the layers that ``blocks`` belong to."""
+    layers = run.anatomy(model).layers
+    return [layers[block.layer].name for block in blocks]

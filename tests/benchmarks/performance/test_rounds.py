@@ -45,17 +45,24 @@ def test_time_of_rounds_without_evaluation(place: Any) -> None:
     assert claim.value == pytest.approx(seconds / trained) and claim.value > 1
 
 
-def test_memory_beside_one_run(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The federation's peak over the run's, for the model and for a sub-model that is aligned between the rounds."""
-    peaks = iter((300, 250, 280, 250))
+def test_memory_beside_one_client_and_one_run(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The federation's peak over one client's and over the run's, for the model and for a sub-model that is aligned."""
+    peaks = iter((300, 250, 240, 280, 250, 200))
     monkeypatch.setattr(rounds, "peak_memory", lambda work: (work(), SimpleNamespace(total=next(peaks)))[1])
     monkeypatch.setattr(rounds, "SUB_MODEL", "proxy_sub_fm:r=2,retained=[0],realign_every=1,realign_steps=1")
     monkeypatch.setattr(rounds, "hundred_clients_time", lambda *_: None)
     monkeypatch.setattr(rounds.tempfile, "TemporaryDirectory", lambda: nullcontext(place.folder))
-    _, whole, narrow = rounds.claims(Run(quick=True))
-    assert [(claim.value, claim.goal) for claim in (whole, narrow)] == [(1.2, 1.2), (1.12, 1.2)]
+    _, *found = rounds.claims(Run(quick=True))
+    assert [claim.value for claim in found] == [1.2, 1.25, 1.12, 1.4]
+    assert [claim.ok for claim in found] == [True, False, True, False]
     for kind in ("", ", sub-model"):
-        result = json.loads((place.folder / f"many{kind}" / "result.json").read_text(encoding="utf-8"))
-        assert result["clients"] == 100 and (result["bytes"]["up_statistics"] > 0) == bool(kind)
-        state = json.loads((place.folder / f"one{kind}" / "trainer_state.json").read_text(encoding="utf-8"))
-        assert state["global_step"] == 20
+        for folder, clients, asked in ((f"many{kind}", 100, 2), (f"one{kind}", 1, 1)):
+            result = json.loads((place.folder / folder / "result.json").read_text(encoding="utf-8"))
+            lines = (place.folder / folder / "rounds.jsonl").read_text(encoding="utf-8").splitlines()
+            assert [len(json.loads(line)["clients"]) for line in lines] == [asked, asked]
+            assert result["clients"] == clients and (result["bytes"].get("up_statistics", 0) > 0) == bool(kind)
+        manifest = json.loads((place.folder / f"plain{kind}" / "tunery.json").read_text(encoding="utf-8"))
+        state = json.loads((place.folder / f"plain{kind}" / "trainer_state.json").read_text(encoding="utf-8"))
+        (strategy,) = [plugin for plugin in manifest["plugins"] if plugin["kind"] == "strategy"]
+        assert (strategy["name"], strategy["config"].get("ratio", 0)) == ("proxy_sub_fm" if kind else "lora", 0)
+        assert state["global_step"] == 8

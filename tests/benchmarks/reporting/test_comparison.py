@@ -14,7 +14,8 @@ from scipy import stats
 
 from tunery.benchmarks.cells import failure
 from tunery.benchmarks.comparison import AVERAGE, compare_runs, every_pair, standings
-from tunery.benchmarks.results import ResultError, Results, file_name, read_results, sealed
+from tunery.benchmarks.errors import ResultError
+from tunery.benchmarks.results import Results, file_name, read_results, sealed
 
 
 @pytest.fixture(scope="module")

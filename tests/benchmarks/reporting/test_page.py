@@ -16,13 +16,15 @@ import pytest
 
 from tunery.benchmarks.cells import failure
 from tunery.benchmarks.comparison import standings
+from tunery.benchmarks.errors import ResultError
 from tunery.benchmarks.reporting.figures import overall
 from tunery.benchmarks.reporting.page import page
 from tunery.benchmarks.reporting.reference import read_reference
 from tunery.benchmarks.reporting.scatter import costs, pareto
 from tunery.benchmarks.reporting.words import MINUS, NONE
-from tunery.benchmarks.results import ResultError, file_name, read_results, sealed
-from tunery.benchmarks.suite import read_suite, write_suite
+from tunery.benchmarks.results import file_name, read_results, sealed
+from tunery.benchmarks.suite import read_suite
+from tunery.benchmarks.suite_file import write_suite
 
 VOID = {"meta", "br", "link", "img", "hr"}
 LIKE = ("fine_tune", "mixout", "mhloss", "lora", "mmr")

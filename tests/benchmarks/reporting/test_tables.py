@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tunery.benchmarks.comparison import standings
+from tunery.benchmarks.errors import ResultError
 from tunery.benchmarks.reporting.layout import Grid, failures, grid, steadier
 from tunery.benchmarks.reporting.sheets import runs_csv, statistics_csv
 from tunery.benchmarks.reporting.tables import latex, markdown
@@ -31,7 +32,7 @@ from tunery.benchmarks.reporting.words import (
     overview,
 )
 from tunery.benchmarks.reporting.writing import write_report
-from tunery.benchmarks.results import ResultError, read_results, sealed
+from tunery.benchmarks.results import read_results, sealed
 
 
 @pytest.fixture(scope="module")

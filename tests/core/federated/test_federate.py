@@ -235,7 +235,6 @@ def test_no_row_label_or_text_leaves_a_client(
         ({"server_data": "a.jsonl", "server_fraction": 0.1}, RecipeError, "both name the server's rows"),
         ({"server_data": "nowhere.jsonl"}, DataError, "does not exist"),
         ({"lr_scheduler_type": "cosine"}, RecipeError, "learning_rate_decay"),
-        ({"probes": ["weight_distance"]}, RecipeError, "tunery probe"),
         ({"strategy": "lp_ft"}, CompatibilityError, "trains in stages"),
         ({"strategy": "lura"}, TuneryError, "did you mean 'lora'"),
         ({"partition": "natural"}, RecipeError, "partition='natural'"),

@@ -109,6 +109,13 @@ def test_a_recipe_is_taken_whole_or_not_at_all(tiny: Any, tmp_path: Path, monkey
         patch.setattr(shutil, "copyfile", breaks_off)
         launch.run_site(kit, recipe)
     assert taken.read_text(encoding="utf-8") == "old: recipe" and not started
+    probed = tmp_path / "probed.yaml"
+    probed.write_text(
+        json.dumps({**json.loads(recipe.read_text(encoding="utf-8")), "probes": ["apoz"]}), encoding="utf-8"
+    )
+    with pytest.raises(RecipeError, match="name them in the server's"):
+        launch.run_site(kit, probed)
+    assert taken.read_text(encoding="utf-8") == "old: recipe" and not started
     launch.run_site(kit, recipe)
     assert taken.read_text(encoding="utf-8") == recipe.read_text(encoding="utf-8")
     assert [path.name for path in taken.parent.iterdir()] == ["tunery.yaml"]

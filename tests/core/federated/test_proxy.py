@@ -170,6 +170,15 @@ def test_server_data_from_a_file(half_width, run_federation, tmp_path: Path):
         run_federation(tmp_path / "noise", **keys, clip_norm=1.0, noise_multiplier=0.1)
 
 
+def test_aligned_on_text_that_the_strategy_names(run_federation, tmp_path: Path):
+    """A file of the server's, read and tokenized by the strategy; the server needs no rows then."""
+    (tmp_path / "own.txt").write_text("a b c d\n" * 9, encoding="utf-8")
+    own = f"distill_steps=2,data={tmp_path / 'own.txt'},length=8"
+    strategy = f"proxy_sub_fm:r=2,ratio=0.5,retained=[0],realign_every=0,{own}"
+    result = run_federation(tmp_path / "run", strategy=strategy, num_rounds=1, client_fraction=0.2)
+    assert result["distilled"]["alignment_steps"] == 2
+
+
 def test_what_the_stand_in_keeps_is_in_memory_once(given, tmp_path: Path):
     """Beside the whole model the stand-in has its narrow blocks, its adapter and its head, and shares the rest."""
     keys = {"strategy": "proxy_sub_fm:r=2,ratio=0.5,retained=[0]", "server_fraction": 0.2}
@@ -233,10 +242,8 @@ def test_a_stand_in_aligned_during_tuning_loads_back(distill_steps: int, run_fed
 
 
 def test_a_federation_is_probed_like_any_run(run_federation, tmp_path: Path):
-    """As its refusal of ``probes`` says: the finished folder will do, and knows the rows it was evaluated on."""
+    """The finished folder will do, and knows the rows it was evaluated on."""
     keys = {"strategy": "proxy_sub_fm:r=2,ratio=0.5,retained=[0],realign_every=0", "num_rounds": 1}
-    with pytest.raises(RecipeError, match="measure the finished run: tunery probe NAME --model RUN"):
-        run_federation(tmp_path / "run", **keys, probes=["gradient_gap"])
     run_federation(tmp_path / "run", **keys)
     measured = {row["name"]: row["value"] for row in probe_run("gradient_gap", tmp_path / "run") if "layer" not in row}
     assert measured["gap"] > 0 and measured["ratio"] == pytest.approx(measured["gap"] / measured["gradient"])

@@ -27,6 +27,7 @@ KEYS: dict[str, Any] = {
     "num_clients": 4,
     "num_rounds": 4,
     "eval_every": 1,
+    "probes": ["gradient_gap:batches=1"],
 }
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import tunery.core.federated.server
 from tunery.core.federated.arguments import build_federated_options
 from tunery.core.federated.payload import Payload
 from tunery.core.federated.run import assemble
@@ -31,6 +32,17 @@ def test_a_version_that_never_was_gets_everything(says: str, server: Server):
     request = server.request("north", {})
     assert request.nbytes("frozen") == sum(value.nbytes for value in server.resident.frozen().values())
     assert (request.scalars["from_version"], request.scalars["version"]) == ("", "run:1")
+
+
+def test_alignments_give_their_memory_back(server: Server, monkeypatch: pytest.MonkeyPatch):
+    """What an alignment took is not kept through the rounds that follow."""
+    given_back: list[int] = []
+    monkeypatch.setattr(tunery.core.federated.server, "give_back", lambda: given_back.append(len(server.changes)))
+    before = len(server.changes)
+    server.distill(0)
+    server.realign(server.statistics_like, 0)
+    assert given_back == [before, before + 1]
+    del server.changes[before:]
 
 
 def test_a_version_of_this_run_gets_what_it_lacks(server: Server):
