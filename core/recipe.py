@@ -127,6 +127,19 @@ class Recipe:
                 remedy="choose one of them",
             )
 
+    def check_stand_in(self, there: bool) -> None:
+        """Refuse probes that compare a stand-in with its model where none trains, before anything does.
+
+        Raises:
+            CompatibilityError: naming the probe.
+        """
+        for probe in self.probes:
+            if probe.supports.needs_stand_in and not there:
+                raise CompatibilityError(
+                    f"probe {probe.name!r} compares a stand-in with its model, and this strategy trains the model itself",
+                    remedy="use a strategy that trains a stand-in",
+                )
+
     @property
     def _earlier(self) -> tuple[str, Mapping[str, Any]] | None:
         """The run whose weights this one begins with, if there is one: its folder and manifest."""
