@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..core.data.metrics import MEAN
 from ..core.inflection import lower_is_better
 from ..registry.errors import RecipeError
 from ..registry.loading import load_plugins
@@ -40,7 +41,7 @@ def _trained(cell: Cell, place: Path) -> dict[str, Any]:
         finite = {rate: score for rate, score in searched.items() if math.isfinite(score)}
         if not finite:
             raise RecipeError("learning_rate_search: the model diverged with every rate", remedy="add smaller ones")
-        better = min if lower_is_better(found["main_metrics"][0]) else max
+        better = min if _lower_is_better(found) else max
         keys["learning_rate"] = better(finite, key=lambda rate: finite[rate])
     options = build_options({**keys, "output_dir": str(place / "run")})
     result = train(options)
@@ -96,7 +97,7 @@ def _content(cell: Cell, result: Mapping[str, Any], args: Any, steps: int) -> di
         "status": "done",
         "error": None,
         "main_metric": _main(result),
-        "higher_is_better": not lower_is_better(result["main_metrics"][0]),
+        "higher_is_better": not _lower_is_better(result),
         "train_info": {**{key: result[key] for key in info}, "steps": steps},
         "run_info": {
             "command": cell.command,
@@ -111,6 +112,11 @@ def _content(cell: Cell, result: Mapping[str, Any], args: Any, steps: int) -> di
 
 def _main(result: Mapping[str, Any]) -> str:
     return str(result["main_metrics"][-1])
+
+
+def _lower_is_better(result: Mapping[str, Any]) -> bool:
+    """Whether less of the main metric is better; of a mean, what holds for each of its tasks."""
+    return lower_is_better(result["main_metrics"][0] if _main(result) == MEAN else _main(result))
 
 
 def _of_split(result: Mapping[str, Any], *, on_test: bool) -> dict[str, float]:

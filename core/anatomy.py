@@ -172,7 +172,7 @@ def new_parameters(model: nn.Module, task: Task) -> frozenset[str]:
     output_embeddings = pretrained.get_output_embeddings()  # type: ignore[no-untyped-call]  # transformers' own method
     if task.kind.is_language_modelling or output_embeddings is not None:
         return frozenset()
-    return _outside_backbone(model)
+    return outside_backbone(model)
 
 
 def _pretrained(model: nn.Module) -> PreTrainedModel:
@@ -186,7 +186,12 @@ def _pretrained(model: nn.Module) -> PreTrainedModel:
     )
 
 
-def _outside_backbone(model: nn.Module) -> frozenset[str]:
+def outside_backbone(model: nn.Module) -> frozenset[str]:
+    """Return the names of the parameters that are none of the backbone's, tied ones included.
+
+    Raises:
+        AnatomyError: there is no ``PreTrainedModel`` in ``model``.
+    """
     # Identity, not name: a tied weight has a name on both sides, and named_parameters() keeps only the first.
     backbone = {id(parameter) for parameter in _pretrained(model).base_model.parameters()}
     return frozenset(name for name, parameter in model.named_parameters() if id(parameter) not in backbone)
@@ -252,7 +257,7 @@ class _Parts:
             # RoBERTa's `classifier` is a small network for some tasks and the linear layer itself for others.
             if module is not None and module in self.name_of and hasattr(module, "weight"):
                 return self.name_of[module]
-        if _outside_backbone(self.pretrained):
+        if outside_backbone(self.pretrained):
             raise AnatomyError(
                 f"{type(self.pretrained).__name__} has a head whose final linear layer has none of the usual names",
                 known=spec.head,

@@ -28,6 +28,7 @@ from torch import nn
 from ..registry.context import RunContext, Task, TaskKind
 from ..registry.errors import ArtifactError, UnknownPluginError, did_you_mean
 from ..registry.selection import Selection
+from .anatomy import outside_backbone
 
 MANIFEST = "tunery.json"
 RESULT = "result.json"
@@ -88,6 +89,12 @@ def fingerprint(model: nn.Module, run: RunContext) -> str:
             sample = flat[::stride][:_SAMPLES].to(torch.bfloat16).float().cpu()
             digest.update(sample.numpy().tobytes())
     return digest.hexdigest()
+
+
+def backbone_fingerprint(model: nn.Module, run: RunContext) -> str:
+    """Return the fingerprint of what a model has without any head: that of a classifier on the same backbone."""
+    headless = dataclasses.replace(run, pretrained_parameters=run.pretrained_parameters - outside_backbone(model))
+    return fingerprint(model, headless)
 
 
 @cache

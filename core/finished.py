@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftConfig, get_peft_model
+from peft import PeftConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, set_seed
 
@@ -30,6 +30,7 @@ from .artifacts import (
 )
 from .artifacts import fingerprint as fingerprint_of
 from .context import make_context
+from .joint import head_task
 from .models import align_tokens, label_config, load_class, model_class, reason
 from .probing import Snapshot
 from .recipe import Recipe, choose
@@ -124,7 +125,19 @@ def _with_adapter(model: Any, folder: Path) -> nn.Module:
 
 def _base_model(folder: Path, manifest: Mapping[str, Any]) -> Any:
     """Load the model that a run began with, and check that it is that one."""
-    task, base = tasks_of(manifest)[0], manifest["base_model"]
+    model, found = _named_base(manifest)
+    if found != manifest["base_model"]["fingerprint"]:
+        raise ArtifactError(
+            f"{manifest['base_model']['name_or_path']} is not the base model that {folder} was trained on",
+            owner=str(folder / MANIFEST),
+            remedy="its weights have changed: get the revision the run began with",
+        )
+    return model
+
+
+def _named_base(manifest: Mapping[str, Any]) -> tuple[Any, str]:
+    """Load the base model that a manifest names; return it and its fingerprint."""
+    task, base = head_task(tasks_of(manifest)), manifest["base_model"]
     if not base["name_or_path"]:
         raise ArtifactError(
             "the run does not name its base model", remedy="train from a hub name, folder or package: reference"
@@ -133,13 +146,7 @@ def _base_model(folder: Path, manifest: Mapping[str, Any]) -> Any:
     dtype = getattr(torch, base.get("dtype", "auto"), "auto")  # the precision it was loaded in, perhaps not its files'
     revision = base.get("revision") or "main"
     model = load_class(base["class"], base["name_or_path"], revision=revision, dtype=dtype, **kwargs)
-    if fingerprint_of(model, make_context(model, _Bare(seed=manifest["seed"]), [task])) != base["fingerprint"]:
-        raise ArtifactError(
-            f"{base['name_or_path']} is not the base model that {folder} was trained on",
-            owner=str(folder / MANIFEST),
-            remedy="its weights have changed: get the revision the run began with",
-        )
-    return model
+    return model, fingerprint_of(model, make_context(model, _Bare(seed=manifest["seed"]), [task]))
 
 
 def export_run(
@@ -173,6 +180,10 @@ def export_run(
         run = dataclasses.replace(run, tasks=(find_task(run.tasks, task, str(folder)),))
     model: Any = loaded.model if strategy is None else strategy.export(loaded.model, run, merge=merge)
     content = {**loaded.manifest, "tasks": describe_tasks(run.tasks), "exported": True}
+    left = type(model.get_base_model() if isinstance(model, PeftModel) else model).__name__
+    if left != content["base_model"]["class"]:  # a classifier that was trained beside a language-modelling head
+        content["base_model"] = {**content["base_model"], "class": left}
+        content["base_model"]["fingerprint"] = _named_base(content)[1]
     if wise_ft is not None:
         interpolate(model, _base_model(folder, loaded.manifest).state_dict(), loaded.run, wise_ft)
         content["wise_ft"] = wise_ft

@@ -31,8 +31,10 @@ class ProbedTrainer(WholeCheckpoints):
         subject = self.subject()
         moments: Sequence[str] = getattr(self.args, "probe_moments", PROBE_MOMENTS)
         probing = Probing(self.recipe.probes, moments, self._run_dir)
-        if moment == "begin" and subject.run.sharding.rank == 0:
-            probing.log.rewind(subject.step or -1)
+        if moment == "begin":
+            self.recipe.check_stand_in(subject.whole is not None)
+            if subject.run.sharding.rank == 0:
+                probing.log.rewind(subject.step or -1)
         if moment != "begin" or subject.step == 0:
             try:
                 probing.at(moment, subject, self.log, lambda m: observe("tunery_measured", run=self.run, measurement=m))

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from transformers.trainer_pt_utils import find_batch_size
 
-from ..registry.context import Batch, Task
+from ..registry.context import Batch, Task, TaskKind
 from ..registry.contracts import Regularizer
 from ..registry.errors import DataError
 
@@ -68,7 +68,7 @@ class Objective:
 
         Args:
             batches: this rank's micro-batches.
-            shifts_labels: whether the model predicts ``labels[..., 1:]``.
+            shifts_labels: whether the model, as transformers knows it, predicts ``labels[..., 1:]``.
             accelerator: sums the counts over ranks.
             across_ranks: whether a label counts the same on every rank, or every rank the same.
             step: optimizer steps done.
@@ -80,7 +80,8 @@ class Objective:
         self._shares = []
         if not batches or not isinstance(batches[0], Mapping):
             return
-        counts = torch.stack([_count(batch, shifts_labels, len(self.tasks)) for batch in batches])
+        shifts = [predicts_next(task, shifts_labels) for task in self.tasks]
+        counts = torch.stack([_count(batch, shifts) for batch in batches])
         total, world = counts.sum(dim=0), 1
         if across_ranks and accelerator.num_processes > 1:
             total = accelerator.reduce(total.to(accelerator.device), reduction="sum").to(counts.device)
@@ -140,7 +141,11 @@ class Objective:
         return total
 
     def _joint(self, losses: torch.Tensor, share: Share | None) -> torch.Tensor:
-        """Return the sum of the tasks' losses, each task weighed by its own labels in the step."""
+        """Return the sum of the tasks' losses, each task weighed by its own labels in the step.
+
+        Behind those of the run stand those that its artefact held before, which have no rows.
+        """
+        losses = losses[: len(self.tasks)]
         if share is not None:
             losses = losses * _on(share.items, losses)
         for task, loss in zip(self.tasks, losses, strict=True):
@@ -187,23 +192,34 @@ def last_output(model: nn.Module) -> Iterator[list[Any]]:
         hook.remove()
 
 
-def _count(batch: Mapping[str, Any], shifts_labels: bool, tasks: int) -> torch.Tensor:
+def predicts_next(task: Task, model_does: bool) -> bool:
+    """Whether a task's labels are the tokens themselves, the first of which nothing predicts.
+
+    transformers does not know of GPT-2's loss that it shifts, and a language model may classify beside; the task says both.
+    """
+    return task.kind is TaskKind.CAUSAL_LM or (task.kind is TaskKind.OTHER and model_does)
+
+
+def _count(batch: Mapping[str, Any], shifts: Sequence[bool]) -> torch.Tensor:
     """Count each task's valid labels, and rows, of one micro-batch: (tasks + 1,) where the labels are, no synchronisation."""
     rows = find_batch_size(batch) or 1  # type: ignore[no-untyped-call]
     labels = batch.get("shift_labels", batch.get("labels"))
     if not isinstance(labels, torch.Tensor):
         return torch.tensor([rows, rows], dtype=torch.float64)
-    if shifts_labels and "shift_labels" not in batch:
-        labels = labels[..., 1:]
+    shifts = [shift and "shift_labels" not in batch for shift in shifts]
     exact = torch.float32 if labels.device.type == "mps" else torch.float64
+    tasks = len(shifts)
     if tasks > 1:
-        valid = labels.ne(_IGNORED).reshape(rows, -1).sum(dim=1).to(exact)
         if "task_ids" not in batch:
             raise DataError(f"a batch without task_ids in a run on {tasks} tasks", remedy="give every row one")
+        valid = labels.ne(_IGNORED).reshape(rows, -1)
         # One out of range counts anywhere: the model refuses it in words, before any weight moves.
-        items = valid.new_zeros(tasks).index_add_(0, batch["task_ids"].clamp(0, tasks - 1), valid)
+        numbers = batch["task_ids"].clamp(0, tasks - 1)
+        if any(shifts):
+            valid[:, 0] &= ~torch.tensor(shifts, device=valid.device)[numbers]
+        items = torch.zeros(tasks, device=valid.device, dtype=exact).index_add_(0, numbers, valid.sum(dim=1).to(exact))
     else:
-        items = labels.ne(_IGNORED).sum().to(exact).reshape(1)
+        items = (labels[..., 1:] if shifts[0] else labels).ne(_IGNORED).sum().to(exact).reshape(1)
     return torch.cat([items, items.new_full((1,), rows)])
 
 

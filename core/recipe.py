@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ..registry.catalog import Catalog, Entry
-from ..registry.context import RunContext
+from ..registry.context import RunContext, Task
 from ..registry.contracts import Plugin, Probe, Regularizer, Strategy
 from ..registry.errors import ArtifactError, CompatibilityError, DuplicatePluginError
 from ..registry.loading import DISABLE_VARIABLE, load_plugins
@@ -127,19 +127,56 @@ class Recipe:
                 remedy="choose one of them",
             )
 
-    def check_base(self, base: Mapping[str, Any]) -> None:
-        """Refuse to begin with the weights of a run on another base model than ``base``, as a manifest describes it.
+    def check_stand_in(self, there: bool) -> None:
+        """Refuse probes that compare a stand-in with its model where none trains, before anything does.
 
         Raises:
-            ArtifactError: it was another, or the run's manifest cannot be read.
+            CompatibilityError: naming the probe.
         """
+        for probe in self.probes:
+            if probe.supports.needs_stand_in and not there:
+                raise CompatibilityError(
+                    f"probe {probe.name!r} compares a stand-in with its model, and this strategy trains the model itself",
+                    remedy="use a strategy that trains a stand-in",
+                )
+
+    @property
+    def _earlier(self) -> tuple[str, Mapping[str, Any]] | None:
+        """The run whose weights this one begins with, if there is one: its folder and manifest."""
         from .artifacts import MANIFEST, read_manifest
 
         folder = None if self.strategy is None else self.strategy.builds_on()
         if folder is None or not (Path(folder) / MANIFEST).is_file():  # an adapter alone does not say
+            return None
+        return folder, read_manifest(Path(folder))
+
+    @property
+    def earlier_tasks(self) -> tuple[Task, ...]:
+        """The tasks of the run whose weights this one begins with; none where there is no such run.
+
+        Raises:
+            ArtifactError: its manifest cannot be read.
+        """
+        from .artifacts import tasks_of
+
+        earlier = self._earlier
+        return () if earlier is None else tasks_of(earlier[1])
+
+    def check_base(self, model: nn.Module, run: RunContext, base: Mapping[str, Any]) -> None:
+        """Refuse to begin with the weights of a run on another base model than ``base``, as a manifest describes it.
+
+        A model with another head counts as the same where the backbone is: a classifier's run knows of no other part.
+
+        Raises:
+            ArtifactError: it was another, or the run's manifest cannot be read.
+        """
+        from .artifacts import backbone_fingerprint
+
+        if (earlier := self._earlier) is None:
             return
-        theirs = read_manifest(Path(folder))["base_model"]
-        if theirs["fingerprint"] != base["fingerprint"]:
+        folder, theirs = earlier[0], earlier[1]["base_model"]
+        same = theirs["fingerprint"] == base["fingerprint"]
+        if not same and (theirs["class"] == base["class"] or theirs["fingerprint"] != backbone_fingerprint(model, run)):
             raise ArtifactError(
                 f"{folder} was trained on another base model: {theirs['name_or_path'] or theirs['class']}",
                 remedy="start from the model that run began with",

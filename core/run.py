@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from transformers import EarlyStoppingCallback, set_seed
 
-from ..registry.context import Task
 from ..registry.errors import DataError, RecipeError
 from .alignment import evaluate_whole
 from .artifacts import MANIFEST, RESULT, read_manifest, versions, write_json
@@ -28,15 +27,12 @@ from .context import make_context
 from .data import DataArguments, TaskData, encode, encode_jointly, load_tasks
 from .data.generation import PREDICTIONS, Writer, questions, score
 from .data.metrics import (
-    MEAN,
     add_perplexity,
-    compute_joint_metrics,
-    compute_metrics,
+    main_metrics,
     majority_baseline,
     mean_of_main,
-    token_losses,
 )
-from .joint import best_alone
+from .joint import best_alone, head_task, scoring
 from .models import commit_of, load_model, load_processor
 from .options import Options
 from .plots import CURVE, plot_training_curve
@@ -60,7 +56,7 @@ def train(options: Options) -> dict[str, Any]:
         TuneryError: anything a user can mend; nothing has been trained then.
     """
     args, output_dir = options.training, options.output_dir
-    choose(args.strategy, args.regularizers, args.probes)  # a wrong name should cost no loading of models
+    chosen = choose(args.strategy, args.regularizers, args.probes)  # a wrong name should cost no loading of models
     resume, earlier = _prepare_output(options)
 
     set_seed(args.seed)
@@ -69,7 +65,7 @@ def train(options: Options) -> dict[str, Any]:
     tasks = [item.task for item in data]
     reference, revision = options.run.model_name_or_path, options.run.model_revision
     processor = load_processor(reference, tasks[0], revision)
-    model = load_model(reference, tasks[0], revision, options.run.dtype)
+    model = load_model(reference, head_task([*tasks, *chosen.earlier_tasks]), revision, options.run.dtype)
     encoded = encode_jointly(data, processor, options.mixing) if len(data) > 1 else encode(data[0], processor)
     if args.do_predict and encoded.test is None:
         raise DataError("do_predict without a labelled test split", owner=", ".join(task.name for task in tasks))
@@ -88,7 +84,7 @@ def train(options: Options) -> dict[str, Any]:
         eval_dataset=encoded.validation,
         data_collator=encoded.data_collator,
         processing_class=processor,
-        **_scoring(tasks),
+        **scoring(tasks, args.metric_for_best_model),
     )
     if options.run.early_stopping_patience:
         trainer.add_callback(EarlyStoppingCallback(options.run.early_stopping_patience))
@@ -120,13 +116,14 @@ def train(options: Options) -> dict[str, Any]:
         )
         metrics |= score(asked, writer, output_dir)
         if len(tasks) > 1:
-            metrics |= {**mean_of_main(tasks, metrics), **mean_of_main(tasks, metrics, "test_")}
+            plain = {key.removeprefix("eval_"): value for key, value in metrics.items()}
+            metrics |= {**mean_of_main(tasks, plain), **mean_of_main(tasks, plain, "test_")}
 
     trained: Any = trainer.model
     result = {
         "task": "+".join(task.name for task in tasks),
         "metrics": {key.removeprefix("eval_"): value for key, value in metrics.items()},
-        "main_metrics": _main_metrics(tasks),
+        "main_metrics": main_metrics(tasks),
         "train_loss": outcome.training_loss,
         "examples": _examples(data),
         "parameters": {
@@ -225,24 +222,6 @@ def _without_timing(metrics: Mapping[str, float], prefix: str) -> dict[str, floa
     return {key: value for key, value in metrics.items() if key.startswith(f"{prefix}_") and key not in timing}
 
 
-def _scoring(tasks: Sequence[Task]) -> dict[str, Any]:
-    """Return the Trainer's arguments that say how evaluations are scored."""
-    if len(tasks) == 1:
-        return {"compute_metrics": compute_metrics(tasks[0])}
-    words = tasks[0].kind.is_language_modelling
-    return {
-        "compute_metrics": compute_joint_metrics(tasks),
-        "preprocess_logits_for_metrics": token_losses if words else None,
-    }
-
-
-def _main_metrics(tasks: Sequence[Task]) -> list[str]:
-    """Return the names of the metrics to look at: the task's main one, or that of each task and their mean."""
-    if len(tasks) == 1:
-        return [tasks[0].metrics[0]]
-    return [*(f"{task.name}_{task.metrics[0]}" for task in tasks), MEAN]
-
-
 def data_keys(options: Options) -> dict[str, Any]:
     """Return the data keys that were given, with the seed of the rows where it is not the run's."""
     names = [*(item.name for item in dataclasses.fields(DataArguments)), "data_seed"]
@@ -263,12 +242,13 @@ def _baseline(options: Options, name: str, data: Sequence[TaskData]) -> dict[str
     if len(rows) == 1:
         return next(iter(rows.values()))
     metrics = {f"{task}_{key}": value for task, row in rows.items() for key, value in row["metrics"].items()}
-    main = [metrics.get(f"{item.task.name}_{item.task.metrics[0]}", math.nan) for item in data]
+    tasks = [item.task for item in data]
+    main = {f"{task.name}_{task.metrics[0]}": math.nan for task in tasks}
     parameters = Counter[str]()
     for row in rows.values():
         parameters.update(row["parameters"])
     return {
-        "metrics": {**metrics, MEAN: sum(main) / len(main)},
+        "metrics": {**metrics, **mean_of_main(tasks, {**main, **metrics})},
         "parameters": dict(parameters),
         "seconds": sum(row.get("seconds", 0.0) for row in rows.values()),
     }

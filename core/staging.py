@@ -171,6 +171,20 @@ def place_to_resume(run_dir: Path) -> Path | None:
     return last_checkpoint(run_dir) or (stages if stages.is_dir() else None)
 
 
+def asked_place(asked: str | bool | None, run_dir: Path) -> Path | None:
+    """Return the checkpoint, or folder of stages, that a Trainer was asked to resume from; ``True``: the last of ``run_dir``.
+
+    Raises:
+        ArtifactError: there is none.
+    """
+    if asked is None or asked is False:
+        return None
+    place = place_to_resume(run_dir) if asked is True else Path(asked)
+    if place is None:
+        raise ArtifactError(f"no whole checkpoint in {run_dir}", remedy="train without --resume_from_checkpoint")
+    return place
+
+
 def points_to_resume(stages: Sequence[Stage], place: Path | None) -> list[Path | None]:
     """Return for each stage what it goes on from: a checkpoint, its own finished folder, or ``None`` for its beginning.
 

@@ -19,8 +19,8 @@ from peft import PeftModel
 from torch import nn
 from transformers.trainer_utils import set_seed
 
-from ..registry.context import Stage, Task, TaskKind
-from ..registry.errors import ArtifactError, CompatibilityError, RecipeError
+from ..registry.context import Stage, Task
+from ..registry.errors import CompatibilityError, RecipeError
 from ..registry.proxy import ProxyStrategy
 from .alignment import align
 from .arguments import PLUGIN_FIELDS, TrainingArguments
@@ -28,15 +28,15 @@ from .artifacts import describe_base, manifest, read_manifest
 from .checkpointing import check_belongs
 from .context import infer_task, make_context, optimizer_name
 from .dropout import asked_dropout
-from .joint import check_joint, clip_each
+from .joint import check_joint, clip_each, on_device
 from .models import align_tokens
 from .moments import Moments, ProbedTrainer
-from .objective import Objective, last_output
+from .objective import Objective, last_output, predicts_next
 from .probing import Snapshot
 from .recipe import choose, observe
 from .sampling import asked_sampler
 from .sharding import ModelSharding
-from .staging import check_stages, go_through, place_to_resume, points_to_resume, stage_arguments, stage_keywords
+from .staging import asked_place, check_stages, go_through, points_to_resume, stage_arguments, stage_keywords
 from .updates import Updates
 from .weights import load_stored, name_revision
 
@@ -82,7 +82,7 @@ class PluginTrainerMixin(ProbedTrainer):
             model = self._equip(model, args)
         super().__init__(model=model, args=args, **kwargs)
         # Only causal-LM losses really divide by num_items_in_batch (transformers#47688), and not those of several tasks.
-        shifts = self._loss_shifts_labels and len(self._tasks) == 1
+        shifts = len(self._tasks) == 1 and predicts_next(self.run.task, self._loss_shifts_labels)
         self.model_accepts_loss_kwargs = bool(self.model_accepts_loss_kwargs and shifts)
         if len(self.run.tasks) > 1:
             self.label_names = ["labels", "task_ids"]
@@ -114,7 +114,7 @@ class PluginTrainerMixin(ProbedTrainer):
         self.recipe.check_arguments(args)
         self._base = describe_base(model, self.run, self._base_reference)
         self._base |= asked_dropout(model, args)
-        self.recipe.check_base(self._base)
+        self.recipe.check_base(model, self.run, self._base)
         strategy = self.recipe.strategy
         if strategy is not None:
             if isinstance(model, PeftModel):
@@ -193,13 +193,16 @@ class PluginTrainerMixin(ProbedTrainer):
         self._updates.expect(self.optimizer)
         self.objective.plan(
             samples,
-            # transformers does not know of GPT-2's loss that it shifts; the task does
-            shifts_labels=self._loss_shifts_labels or self.run.task.kind is TaskKind.CAUSAL_LM,
+            shifts_labels=self._loss_shifts_labels,
             accelerator=self.accelerator,
             across_ranks=self.args.average_tokens_across_devices,
             step=self.state.global_step,
         )
         return samples, num_items
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        prepared: dict[str, Any] = super()._prepare_inputs(inputs)
+        return on_device(prepared, inputs) if len(self.run.tasks) > 1 else prepared
 
     def compute_loss(
         self,
@@ -258,7 +261,7 @@ class PluginTrainerMixin(ProbedTrainer):
         Raises:
             ArtifactError: no whole checkpoint, or one that is damaged or belongs to another base model.
         """
-        *earlier, last = points_to_resume(self.stages, self._place_to_resume(resume_from_checkpoint))
+        *earlier, last = points_to_resume(self.stages, asked_place(resume_from_checkpoint, self._run_dir))
         if last is not None:
             self.check_belongs(last)
         if earlier:
@@ -276,16 +279,6 @@ class PluginTrainerMixin(ProbedTrainer):
         output = super().train(None if last is None else str(last), *args, **kwargs)
         observe("tunery_run_end", run=self.run, result=output.metrics)
         return output
-
-    def _place_to_resume(self, asked: str | bool | None) -> Path | None:
-        if asked is None or asked is False:
-            return None
-        place = place_to_resume(self._run_dir) if asked is True else Path(asked)
-        if place is None:
-            raise ArtifactError(
-                f"no whole checkpoint in {self._run_dir}", remedy="train without --resume_from_checkpoint"
-            )
-        return place
 
     def check_belongs(self, folder: Path) -> None:
         """Check that a checkpoint, or a finished stage, is one that this trainer can go on with; see the function."""

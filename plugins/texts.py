@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge
 
@@ -19,23 +19,29 @@ if TYPE_CHECKING:
     import torch
 
 
-class Source(Protocol):
-    """Options that say how text is read; those of :class:`DistillationText` and of the regularizer ``replay``."""
+@dataclass(frozen=True, kw_only=True)
+class TextOptions:
+    """Options that say how text is read.
 
-    @property
-    def data_config(self) -> str | None: ...  # noqa: D102
-    @property
-    def split(self) -> str: ...  # noqa: D102
-    @property
-    def max_documents(self) -> int | None: ...  # noqa: D102
-    @property
-    def column(self) -> str: ...  # noqa: D102
-    @property
-    def length(self) -> int: ...  # noqa: D102
+    Attributes:
+        data_config: which configuration of a dataset that has several.
+        split: which split of a dataset, as ``datasets.load_dataset`` takes it.
+        max_documents: read no more than the first so many; of a dataset, no more is downloaded then (it is streamed).
+        column: where a dataset has its text.
+        length: tokens of a row of text; documents are joined, an eos token after each where there is one, and cut.
+        tokenizer: name or folder; default: that of the base model. Not needed for ``input_ids``.
+    """
+
+    data_config: str | None = None
+    split: str = "train"
+    max_documents: Annotated[int, Ge(1)] | None = None
+    column: str = "text"
+    length: Annotated[int, Ge(2)] = 128
+    tokenizer: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillationText:
+class DistillationText(TextOptions):
     """Options of a stand-in that learns from the model on unlabelled text of its own, before it is tuned.
 
     Attributes:
@@ -43,23 +49,11 @@ class DistillationText:
         data: unlabelled text for it; default: the run's own training inputs, or a federation's server's. A ``.txt`` file with
             a document a line, a ``.jsonl`` file with ``text`` or ``input_ids`` in each line, or the name or folder of a
             dataset as ``datasets.load_dataset`` takes it.
-        data_config: which configuration of a dataset that has several.
-        split: which split of a dataset, as ``datasets.load_dataset`` takes it.
-        max_documents: read no more than the first so many; of a dataset, no more is downloaded then (it is streamed).
-        column: where a dataset has its text.
-        length: tokens of a row; documents are joined, an eos token after each where there is one, and cut.
-        tokenizer: name or folder; default: that of the base model. Not needed for ``input_ids``.
         batch_size: rows of a step on ``data``, the same on every rank.
     """
 
     distill_steps: Annotated[int, Ge(0)] = 0
     data: str | None = None
-    data_config: str | None = None
-    split: str = "train"
-    max_documents: Annotated[int, Ge(1)] | None = None
-    column: str = "text"
-    length: Annotated[int, Ge(2)] = 128
-    tokenizer: str | None = None
     batch_size: Annotated[int, Ge(1)] = 32
 
     def __post_init__(self) -> None:
@@ -102,11 +96,11 @@ class TextBatches:
             yield {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
 
 
-def read_blocks(source: Source, data: str, tokenizer: Tokenizer, model: Any, owner: str) -> torch.Tensor:
+def read_blocks(options: TextOptions, data: str, tokenizer: Tokenizer, model: Any, owner: str) -> torch.Tensor:
     """Return text as blocks of token numbers, (N, T); what is left at the end is left out.
 
     Args:
-        source: how it is read, and how long blocks are.
+        options: how it is read, and how long blocks are.
         data: where it is.
         tokenizer: makes tokens of it.
         model: what shall take the blocks.
@@ -119,15 +113,16 @@ def read_blocks(source: Source, data: str, tokenizer: Tokenizer, model: Any, own
     import torch
 
     longest = _longest(model)
-    if longest is not None and source.length > longest:
-        raise CompatibilityError(f"{owner}: length={source.length} is more than the {longest} positions of the model")
+    if longest is not None and options.length > longest:
+        raise CompatibilityError(f"{owner}: length={options.length} is more than the {longest} positions of the model")
     words = model.config.vocab_size
-    tokens = [token for document in _documents(source, data, tokenizer, owner) for token in document]
-    count = len(tokens) // source.length
-    if count == 0 or max(tokens) >= words:
-        what = "fewer tokens than one block" if count == 0 else f"token {max(tokens)} of a vocabulary of {words}"
+    tokens = [token for document in _documents(options, data, tokenizer, owner) for token in document]
+    count = len(tokens) // options.length
+    strange = [token for token in tokens if not (isinstance(token, int) and 0 <= token < words)]
+    if count == 0 or strange:
+        what = f"token {strange[0]!r:.40} of a vocabulary of {words}" if strange else "fewer tokens than one block"
         raise DataError(f"{owner}: {data} has {what}", remedy="give other data or length")
-    return torch.tensor(tokens[: count * source.length]).reshape(count, -1)
+    return torch.tensor(tokens[: count * options.length]).reshape(count, -1)
 
 
 def _longest(model: Any) -> int | None:
@@ -180,20 +175,23 @@ class Tokenizer:
         return [*tokens, eos] if tokens and eos is not None else tokens
 
 
-def _documents(source: Source, data: str, tokenizer: Tokenizer, owner: str) -> Iterator[list[int]]:
+def _documents(options: TextOptions, data: str, tokenizer: Tokenizer, owner: str) -> Iterator[list[Any]]:
     """Yield the tokens of every document."""
-    for row in islice(_records(source, data, owner), source.max_documents):
+    for row in islice(_records(options, data, owner), options.max_documents):
         if isinstance(row, Mapping) and isinstance(row.get("input_ids"), list):
-            yield [int(token) for token in row["input_ids"]]
-        elif isinstance(row, Mapping) and isinstance(row.get(source.column), str):
-            yield tokenizer.encoded(row[source.column])
+            yield row["input_ids"]
+        elif isinstance(row, Mapping) and isinstance(row.get(options.column), str):
+            yield tokenizer.encoded(row[options.column])
         else:
             known = sorted(map(str, row)) if isinstance(row, Mapping) else []
-            raise DataError(f"{owner}: {data} has no text {source.column!r}", known=known)
+            raise DataError(f"{owner}: {data} has no text {options.column!r}", known=known)
 
 
-def _records(source: Source, data: str, owner: str) -> Iterator[Any]:
+def _records(options: TextOptions, data: str, owner: str) -> Iterator[Any]:
     import json
+
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetsError
 
     path = Path(data)
     try:
@@ -201,13 +199,11 @@ def _records(source: Source, data: str, owner: str) -> Iterator[Any]:
             with path.open(encoding="utf-8") as lines:
                 for line in lines:
                     if line.strip():
-                        yield json.loads(line) if path.suffix == ".jsonl" else {source.column: line.strip()}
+                        yield json.loads(line) if path.suffix == ".jsonl" else {options.column: line.strip()}
         else:
-            from datasets import load_dataset
-
-            streaming = source.max_documents is not None
-            yield from load_dataset(data, source.data_config, split=source.split, streaming=streaming)
-    except (OSError, ValueError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            streaming = options.max_documents is not None
+            yield from load_dataset(data, options.data_config, split=options.split, streaming=streaming)
+    except (DatasetsError, OSError, ValueError) as error:
+        first = (str(error.__cause__ or error).strip().splitlines() or [type(error).__name__])[0]
         remedy = "" if path.is_file() else "see data_config and split"
         raise DataError(f"{owner} cannot read {data}: {first}", remedy=remedy) from None

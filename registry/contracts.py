@@ -54,7 +54,9 @@ class Strategy(Plugin):
 
     One that trains several tasks at once (``supports.several_tasks``) prepares a model that takes ``task_ids``, each row's
     position among the run's tasks, in every call (of a ``PeftModel`` also its base model, which ``generate`` calls), and
-    whose outputs hold, while training, ``task_losses``: every task's mean loss over its own rows, shape (tasks,).
+    whose outputs hold, while training, ``task_losses``: every task's mean loss over its own rows, shape (tasks,). Where some
+    of the tasks model language, the label of another task's row stands in the first position of its labels, -100 behind it,
+    and so do the row's logits in the outputs of an evaluation.
 
     Laws: after :meth:`prepare` the output for an evaluation batch equals the base model's wherever ``identity_start``
     promises it; exactly the parameters that then require a gradient, or that :meth:`stored` names, change, no other; save,

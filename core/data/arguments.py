@@ -46,7 +46,8 @@ class DataArguments:
         metadata={
             "help": "Several tasks in one run, for a strategy that takes them: a list of mappings with a name and any of "
             "these data keys, for example {name: rte, train_file: rte.jsonl}. As flags, NAME:KEY=VALUE,...: those of the "
-            "recipe's tasks to train and what to change about them, for example rte:data_files=folder."
+            "recipe's tasks to train and what to change about them, for example rte:data_files=folder. Texts of any kind go "
+            "together on a decoder; images go with images."
         },
     )
     mixing: Literal["proportional", "temperature", "round_robin", "size_capped"] = field(

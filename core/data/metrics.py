@@ -153,9 +153,9 @@ MEAN = "mean"
 def compute_joint_metrics(tasks: Sequence[Task]) -> Callable[[EvalPrediction], dict[str, float]]:
     """Return the ``compute_metrics`` of a Trainer whose rows belong to several tasks.
 
-    It takes labels and ``task_ids``, and logits of shape (rows, widest label space), or what :func:`token_losses` makes of
+    It takes labels and ``task_ids``, and logits of shape (rows, widest label space), or what :func:`row_scores` makes of
     a language model's. Metrics are named ``<task>_<metric>``; ``mean`` is the mean of the tasks' main ones, and is left
-    out where one of them is only known after training.
+    out where one of them is only known after training, or more of one is better and less of another.
     """
     singly = [compute_metrics(task) for task in tasks]
 
@@ -166,42 +166,71 @@ def compute_joint_metrics(tasks: Sequence[Task]) -> Callable[[EvalPrediction], d
         outputs = evaluation.predictions
         given: Any = evaluation.label_ids
         labels, task_ids = given
-        logits = np.asarray(outputs[0] if isinstance(outputs, tuple) else outputs)
+        logits, labels = np.asarray(outputs[0] if isinstance(outputs, tuple) else outputs), np.asarray(labels)
+        single = labels if labels.ndim == 1 else labels[:, 0]
         found: dict[str, float] = {}
         for number, (task, score) in enumerate(zip(tasks, singly, strict=True)):
             rows = np.asarray(task_ids) == number
             if score is None:
-                nats, tokens = logits[rows].sum(axis=0)
+                nats, tokens = logits[rows, :2].sum(axis=0)
                 scores = _from_loss(task, float(nats) / max(float(tokens), 1.0))
             else:
                 own = logits[rows][:, : task.num_labels]
-                scores = score(EvalPrediction(predictions=own, label_ids=np.asarray(labels)[rows]))
+                scores = score(EvalPrediction(predictions=own, label_ids=single[rows]))
             found |= {f"{task.name}_{name}": value for name, value in scores.items()}
         return found | mean_of_main(tasks, found)
 
     return compute
 
 
+def main_metrics(tasks: Sequence[Task]) -> list[str]:
+    """Return the names of the metrics to look at: the task's main one, or that of each task, and their mean if it says much."""
+    from ..inflection import lower_is_better
+
+    if len(tasks) == 1:
+        return [tasks[0].metrics[0]]
+    one_way = len({lower_is_better(task.metrics[0]) for task in tasks}) == 1
+    return [*(f"{task.name}_{task.metrics[0]}" for task in tasks), *([MEAN] if one_way else [])]
+
+
 def mean_of_main(tasks: Sequence[Task], found: Mapping[str, float], prefix: str = "") -> dict[str, float]:
-    """Return ``<prefix>mean``, the mean of ``<task>_<prefix><metric>`` over the tasks' main metrics, if all are there."""
-    main = [found.get(f"{task.name}_{prefix}{task.metrics[0]}") for task in tasks]
+    """Return ``<prefix>mean``, the mean over the tasks' main metrics, if all are there.
+
+    They are called ``<prefix><task>_<metric>``, and where they are of generated text ``<task>_<prefix><metric>``. A mean of what should grow and what should shrink is no measure of either: then there is none.
+    """
+    names = [(task.name, task.metrics[0]) for task in tasks]
+    main = [found.get(f"{prefix}{task}_{name}", found.get(f"{task}_{prefix}{name}")) for task, name in names]
     known = [value for value in main if value is not None]
-    return {f"{prefix}{MEAN}": sum(known) / len(known)} if len(known) == len(main) else {}
+    complete = len(known) == len(main) and MEAN in main_metrics(tasks)
+    return {f"{prefix}{MEAN}": sum(known) / len(known)} if complete else {}
 
 
-def token_losses(logits: torch.Tensor, labels: Any) -> torch.Tensor:
-    """Return the sum of nats and the number of counted tokens of each row, shape (rows, 2): not every logit is kept.
+def row_scores(logits: torch.Tensor, labels: Any, tasks: Sequence[Task]) -> torch.Tensor:
+    """Return what is kept of each row of language models: nats and counted tokens, or a classifier's logits.
 
     Args:
-        logits: shape (rows, positions, vocabulary).
-        labels: token ids of shape (rows, positions), -100 not counted, alone or first of several.
+        logits: shape (rows, positions, vocabulary), a classifier's in the first position; (rows, labels) without a row of
+            language modelling.
+        labels: token ids of shape (rows, positions), -100 not counted, and ``task_ids``.
+        tasks: the tasks, in the order of their numbers.
+
+    Returns:
+        Shape (rows, widest label space, at least 2), filled up with zeros.
     """
     import torch
     from torch.nn import functional
 
-    targets = (labels[0] if isinstance(labels, tuple) else labels)[:, 1:]
-    losses = functional.cross_entropy(logits[:, :-1].float().transpose(1, 2), targets, reduction="none")
-    return torch.stack([losses.sum(dim=1), targets.ne(-100).sum(dim=1).to(losses.dtype)], dim=1)
+    targets, task_ids = labels
+    words = torch.tensor([task.kind.is_language_modelling for task in tasks], device=task_ids.device)[task_ids]
+    width = max(2, *(task.num_labels for task in tasks))
+    first = (logits if logits.dim() == 2 else logits[:, 0]).float()[:, :width]
+    kept = functional.pad(first, (0, width - first.shape[1]))
+    if words.any():
+        own = targets[words, 1:].long()
+        losses = functional.cross_entropy(logits[words, :-1].float().transpose(1, 2), own, reduction="none")
+        kept[words] = 0.0
+        kept[words, :2] = torch.stack([losses.sum(dim=1), own.ne(-100).sum(dim=1).to(losses.dtype)], dim=1)
+    return kept
 
 
 def _from_loss(task: Task, loss: float) -> dict[str, float]:

@@ -23,7 +23,7 @@ from torch.utils.data import Dataset, Sampler
 
 from ...registry.context import Task, TaskKind
 from ...registry.errors import DataError
-from .encoding import EncodedData, encode
+from .encoding import IGNORE_INDEX, EncodedData, encode
 from .tasks import TaskData
 
 if TYPE_CHECKING:
@@ -147,22 +147,38 @@ def _passes(size: int, count: int, random: np.random.Generator) -> np.ndarray[An
 class JointCollator:
     """Makes a batch of several tasks' rows, task by task, so that each task's rows lie together.
 
+    Where some tasks model language, ``labels`` has a position for every token, and a row of another task has its label in
+    the first one and -100 in the others.
+
     Args:
         collate: makes a batch of rows of any of the tasks.
         float_labels: whether one of the tasks is a regression, whose labels are no whole numbers.
+        words: the numbers of the tasks that model language, where others do not.
     """
 
     collate: Callable[[list[Any]], Mapping[str, Any]]
     float_labels: bool
+    words: frozenset[int] = frozenset()
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the batch, with ``task_ids`` of shape (rows,)."""
         ordered = sorted(rows, key=lambda row: int(row["task_ids"]))
-        batch = dict(self.collate([{key: row[key] for key in row if key != "task_ids"} for row in ordered]))
-        batch["task_ids"] = torch.tensor([int(row["task_ids"]) for row in ordered])
+        numbers = [int(row["task_ids"]) for row in ordered]
+        batch = dict(self.collate([self._own(row) for row in ordered]))
+        batch["task_ids"] = torch.tensor(numbers)
         if self.float_labels:
             batch["labels"] = batch["labels"].float()
+        for position, (number, row) in enumerate(zip(numbers, ordered, strict=True)):
+            if self.words and number not in self.words:
+                batch["labels"][position, 0] = row["labels"]
         return batch
+
+    def _own(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a row gives to the batch; beside language modelling just what that has too, and no label yet."""
+        if not self.words:
+            return {key: row[key] for key in row if key != "task_ids"}
+        own = {key: row[key] for key in ("input_ids", "attention_mask", "labels")}
+        return own if int(row["task_ids"]) in self.words else {**own, "labels": [IGNORE_INDEX] * len(own["input_ids"])}
 
 
 def encode_jointly(data: Sequence[TaskData], processing_class: Any, mixing: Mixing) -> EncodedData:
@@ -174,17 +190,21 @@ def encode_jointly(data: Sequence[TaskData], processing_class: Any, mixing: Mixi
     check_kinds([item.task for item in data])
     encoded = [encode(item, processing_class) for item in data]
     collate = encoded[0].data_collator
-    if data[0].task.kind is TaskKind.CAUSAL_LM:
+    kinds = [item.task.kind for item in data]
+    words = frozenset(number for number, kind in enumerate(kinds) if kind is TaskKind.CAUSAL_LM)
+    if words:
         from transformers import DataCollatorForSeq2Seq
 
         # One task's blocks are as long as another's rows only by chance.
-        collate = DataCollatorForSeq2Seq(processing_class, label_pad_token_id=-100)
+        collate = DataCollatorForSeq2Seq(processing_class, label_pad_token_id=IGNORE_INDEX)
     tests = [item.test for item in encoded]
     return EncodedData(
         train=JointRows([item.train for item in encoded], mixing),
         validation=JointRows([item.validation for item in encoded], mixing),
         test=None if any(rows is None for rows in tests) else JointRows(tests, mixing),
-        data_collator=JointCollator(collate, any(item.task.kind is TaskKind.REGRESSION for item in data)),
+        data_collator=JointCollator(
+            collate, TaskKind.REGRESSION in kinds, words if len(words) < len(kinds) else frozenset()
+        ),
     )
 
 
@@ -192,17 +212,13 @@ def check_kinds(tasks: Sequence[Task]) -> None:
     """Refuse tasks that no one model can be called for at once.
 
     Raises:
-        DataError: two tasks of one name; or text and images, or language modelling and something else.
+        DataError: two tasks of one name; or text and images.
     """
     names = [task.name for task in tasks]
     for name in names:
         if names.count(name) > 1:
             raise DataError(f"two tasks are called {name!r}", known=names, remedy="give one of them another name")
-    families = {
-        kind: kind if kind.is_language_modelling or kind is TaskKind.IMAGE_CLASSIFICATION else TaskKind.CLASSIFICATION
-        for kind in TaskKind
-    }
-    if len({families[task.kind] for task in tasks}) > 1:
+    if len({task.kind is TaskKind.IMAGE_CLASSIFICATION for task in tasks}) > 1:
         known = [f"{task.name} ({task.kind.value})" for task in tasks]
         raise DataError(
             "tasks that need different models", known=known, remedy="train them in one run for each kind of model"

@@ -56,7 +56,7 @@ class FederatedArguments:
         default=None,
         metadata={
             "help": "Rounds between two measurements of the probes, which also measure before the first round, on both sides "
-            "of every alignment, and after the last round; 0: only then. Default: eval_every."
+            "of every alignment between rounds, and after the last round; 0: only then. Default: eval_every."
         },
     )
     min_clients: Annotated[int, Ge(1)] = field(

@@ -31,7 +31,7 @@ _ADAPTER, _STAND_IN, _CHANGES, _STATE = (
     "changes.safetensors",
     "state.json",
 )
-_STATE_KEYS = {"done", "resting", "distilled", "probed", "run_id", "versions", "given"}
+_STATE_KEYS = {"done", "resting", "distilled", "run_id", "versions", "given"}
 # Keys that change nothing a round computes.
 _FREE = (
     "output_dir",
@@ -146,7 +146,8 @@ class Checkpoints:
         except (OSError, SafetensorError, LookupError, RuntimeError, ValueError) as error:
             raise ArtifactError(f"cannot read {last}: {type(error).__name__}", remedy="it is damaged") from None
         self._keep_only(last)
-        return Progress(state["done"], dict(state["resting"]), dict(state["distilled"]), list(state["probed"]))
+        probed = list(state.get("probed", ()))  # a federation may have begun before there were probes in it
+        return Progress(state["done"], dict(state["resting"]), dict(state["distilled"]), probed)
 
     def _load_stand_in(self, server: Server, folder: Path, versions: int) -> None:
         kept = load_file(folder / _STAND_IN)

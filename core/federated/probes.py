@@ -13,7 +13,6 @@ from typing import Any
 import transformers
 
 from ...registry.context import Subject
-from ...registry.errors import CompatibilityError
 from ..alignment import whole_of
 from ..probing import Snapshot, measure, own_batches
 from ..recipe import Recipe, observe
@@ -38,13 +37,9 @@ class ServerProbes:
         self.recipe = recipe
         self._server = server
         self._resident = server.resident
-        recipe.check(self._resident.model, self._resident.trainer.run)
-        for probe in recipe.probes:
-            if probe.supports.needs_stand_in and self._resident.proxy is None:
-                raise CompatibilityError(
-                    f"probe {probe.name!r} compares a stand-in with its model, and this strategy trains the model itself",
-                    remedy="use a strategy that trains a stand-in",
-                )
+        trainer = self._resident.trainer
+        Recipe((*trainer.recipe.chosen, *recipe.chosen)).check(self._resident.model, trainer.run)
+        recipe.check_stand_in(self._resident.proxy is not None)
 
     def measure(self, moment: str, done: int) -> Rows:
         """Measure with every probe now; return rows as ``measurements.jsonl`` of other runs holds them, without the step.

@@ -65,9 +65,10 @@ def show_federation(result: Mapping[str, Any], output_dir: Path) -> None:
 
 def _show_probes(measured: Sequence[Mapping[str, Any]]) -> None:
     """Print a table for each probe: a line for each moment, a column for each of its overall values."""
-    for probe in dict.fromkeys(row["probe"] for row in measured):
+    shown = overall(measured)
+    for probe in dict.fromkeys(row["probe"] for row in shown):
         lines: dict[tuple[int, str], dict[str, Any]] = {}
-        for row in overall(measured):
+        for row in shown:
             if row["probe"] == probe:
                 place = (row["round"], row["moment"])
                 start = {"round": row["round"], "moment": row["moment"].replace("_", " ")}

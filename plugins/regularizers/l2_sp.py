@@ -245,9 +245,11 @@ def _numel(parameter: nn.Parameter) -> int:
 
 def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     """Return views of a few rows each; elsewhere than on the CPU, of all."""
+    from torch import split
+
     if tensor.device.type != "cpu" or tensor.numel() <= _PIECE:
         return (tensor,)
-    return tensor.split(max(1, _PIECE * len(tensor) // tensor.numel()))
+    return split(tensor, max(1, _PIECE * len(tensor) // tensor.numel()))
 
 
 def _offsets(weight: torch.Tensor, anchor: torch.Tensor | None) -> Iterator[torch.Tensor]:

@@ -26,7 +26,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from ...registry.context import Support, TaskKind
 from ...registry.contracts import Regularizer
 from ...registry.hookspecs import hookimpl
-from ..texts import Tokenizer, read_blocks
+from ..texts import TextOptions, Tokenizer, read_blocks
 
 if TYPE_CHECKING:
     import torch
@@ -53,31 +53,19 @@ class Replay(Regularizer):
     supports = Support(tasks=frozenset({TaskKind.CAUSAL_LM, TaskKind.MASKED_LM}))
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(Regularizer.Config):
+    class Config(TextOptions, Regularizer.Config):
         """Options of replay; the defaults are tunery's own.
 
         Attributes:
             data: the text: a ``.txt`` file with a document a line, a ``.jsonl`` file with ``text`` or ``input_ids`` in each
                 line, or the name or folder of a dataset as ``datasets.load_dataset`` takes it.
-            data_config: which configuration of a dataset that has several.
-            split: which split of a dataset, as ``datasets.load_dataset`` takes it.
-            max_documents: read no more than the first so many; of a dataset, no more is downloaded then (it is streamed).
-            column: where a dataset has its text.
             share: of all rows a step trains on, the part that is replayed, on average.
-            length: tokens of one replayed row; documents are joined, an eos token after each, and cut.
-            tokenizer: name or folder; default: that of the base model. Not needed for ``input_ids``.
             mlm_probability: of a token to be predicted, where the model is a masked language model (BERT's 0.15).
             mask_token_id: what hides it; default: the tokenizer's.
         """
 
         data: str
-        data_config: str | None = None
-        split: str = "train"
-        max_documents: Annotated[int, Ge(1)] | None = None
-        column: str = "text"
         share: Annotated[float, Gt(0), Le(0.5)] = 0.1
-        length: Annotated[int, Ge(2)] = 128
-        tokenizer: str | None = None
         mlm_probability: Annotated[float, Gt(0), Lt(1)] = 0.15
         mask_token_id: Annotated[int, Ge(0)] | None = None
 

@@ -55,6 +55,7 @@ class JointStrategyLaws(StrategyLaws):
             folder = tunery.export_run(outcome.folder, tmp_path / task.name, task=task.name, merge=merge)
             answers = tiny.logits(tiny.load_exported(folder, task.num_labels))[number::TASKS]
             own = expected[number::TASKS][..., : answers.shape[-1]]
+            own = own if own.dim() == answers.dim() else own[:, 0]
             torch.testing.assert_close(answers, own, rtol=0, atol=1e-5)
 
     @pytest.mark.parametrize("step", KILLED_AFTER)

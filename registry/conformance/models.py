@@ -52,18 +52,23 @@ class TinyModel:
 
     def load(self, folder: str | Path, labels: int = 0) -> PreTrainedModel:
         """Load it, or what was exported from it, as its users do; with ``labels`` with a new head of that width."""
-        import transformers
-
         head: dict[str, Any] = {"num_labels": labels, "ignore_mismatched_sizes": True} if labels else {}
-        model: PreTrainedModel = getattr(transformers, self.auto).from_pretrained(str(folder), **head)
+        model: PreTrainedModel = self._loader(labels).from_pretrained(str(folder), **head)
         return model
 
+    def _loader(self, labels: int) -> Any:
+        """Return the class of transformers that loads it, or the classifier that a task with labels makes of a decoder."""
+        import transformers
+
+        classifies = labels and self.kind.is_language_modelling
+        return getattr(transformers, "AutoModelForSequenceClassification" if classifies else self.auto)
+
     def load_exported(self, folder: str | Path, labels: int = 0) -> Any:
-        """Load a folder that was exported, with transformers or PEFT alone; ``labels`` of an adapter's task, if not its own."""
+        """Load a folder that was exported, with transformers or PEFT alone; ``labels`` of its task, if not the model's own."""
         from peft import PeftConfig, PeftModel
 
         if not (Path(folder) / "adapter_config.json").is_file():
-            return self.load(folder)
+            return self._loader(labels).from_pretrained(str(folder))
         base = self.load(PeftConfig.from_pretrained(str(folder)).base_model_name_or_path, labels)
         return PeftModel.from_pretrained(base, str(folder))
 
@@ -99,21 +104,28 @@ class TinyModel:
         return rows if tasks == 1 else [self._row_of(row, number % tasks) for number, row in enumerate(rows)]
 
     def tasks(self, count: int) -> list[Task]:
-        """Return several tasks of its kind; classifiers differ in their labels, and one of three is a regression."""
+        """Return several tasks; classifiers differ in their labels, one of three is a regression, and decoders do all three."""
         return [
-            Task(name=f"task{number}", kind=TaskKind.REGRESSION)
-            if self.kind is TaskKind.CLASSIFICATION and number % 3 == 1
-            else Task(name=f"task{number}", kind=self.kind, label_names=self._labels(number))
+            Task(name=f"task{number}", kind=self._kind(number), label_names=self._labels(number))
             for number in range(count)
         ]
 
+    def _kind(self, task: int) -> TaskKind:
+        if self.kind is TaskKind.CAUSAL_LM:
+            return (TaskKind.CAUSAL_LM, TaskKind.CLASSIFICATION, TaskKind.REGRESSION)[task % 3]
+        return TaskKind.REGRESSION if self.kind is TaskKind.CLASSIFICATION and task % 3 == 1 else self.kind
+
     def _labels(self, task: int) -> tuple[str, ...]:
-        if self.kind.is_language_modelling:
+        if self._kind(task).is_language_modelling or self._kind(task) is TaskKind.REGRESSION:
             return ()
         return tuple(f"LABEL_{label}" for label in range(LABELS - task % 2))
 
     def _row_of(self, row: dict[str, Any], task: int) -> dict[str, Any]:
-        labels = row["labels"] if self.kind.is_language_modelling else row["labels"] % (LABELS - task % 2)
+        labels = row["labels"]
+        if not self._kind(task).is_language_modelling:
+            labels = labels % (LABELS - task % 2)
+            if self.kind.is_language_modelling:  # a label beside those of every token
+                labels[1:] = -100
         return {**row, "labels": labels, "task_ids": task}
 
 

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+import transformers
 
-from tunery.core.joint import best_alone, check_joint
+from tunery.core.joint import best_alone, check_joint, head_task
+from tunery.core.objective import Objective
+from tunery.registry.conformance.trials import Trial
 from tunery.registry.context import RunContext, Task, TaskKind
 from tunery.registry.errors import CompatibilityError
 
@@ -47,3 +53,39 @@ def test_best_metric_of_a_task_alone() -> None:
     assert best_alone(yes, "mean") == {"metric_for_best_model": "accuracy", "greater_is_better": True}
     assert best_alone(score, "mean") == {"metric_for_best_model": "mse", "greater_is_better": False}
     assert best_alone(text, "mean") == {"metric_for_best_model": "loss", "greater_is_better": False}
+
+
+def test_labels_keep_their_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's bfloat16 would make 50,176 of token 50,257, which is a float where another task is a regression."""
+
+    def rounded(_self: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+        return {key: value.bfloat16() if value.is_floating_point() else value for key, value in inputs.items()}
+
+    monkeypatch.setattr(transformers.Trainer, "_prepare_inputs", rounded)
+    trainer = Trial(strategy="multi_lora:r=4", tasks=2).trainer(tmp_path / "run")
+    prepared = trainer._prepare_inputs({"labels": torch.tensor([50257.0, 0.3]), "x": torch.tensor([0.3])})
+    assert (
+        prepared["labels"].tolist() == torch.tensor([50257.0, 0.3]).tolist() and prepared["x"].dtype == torch.bfloat16
+    )
+
+
+def test_the_head_is_the_one_that_models_language() -> None:
+    """Wherever that task stands; else the first task's."""
+    kinds = (TaskKind.CLASSIFICATION, TaskKind.CAUSAL_LM, TaskKind.REGRESSION)
+    tasks = [Task(name=kind.value, kind=kind) for kind in kinds]
+    assert head_task(tasks) is tasks[1] and head_task(tasks[::2]) is tasks[0]
+
+
+def test_share_of_a_micro_batch_is_by_each_tasks_own_labels() -> None:
+    """Nothing predicts a row's first token, and a classifier's label stands there: 4 and 1 tokens, 1 and 2 labels."""
+    tasks = [Task(name=kind.value, kind=kind) for kind in (TaskKind.CAUSAL_LM, TaskKind.CLASSIFICATION)]
+    objective = Objective([], tasks)
+    none = [-100] * 4
+    batches = [
+        {"labels": torch.tensor([[1, 2, 3, 4, 5], [1, *none]]), "task_ids": torch.tensor([0, 1])},
+        {"labels": torch.tensor([[0, *none], [6, 7, *none[1:]], [1, *none]]), "task_ids": torch.tensor([1, 0, 1])},
+    ]
+    objective.plan(batches, shifts_labels=True, accelerator=None, across_ranks=False)
+    shares = [objective.next_share() for _ in batches]
+    found = [share.items.tolist() for share in shares if share is not None]
+    assert found == [pytest.approx([2 * 4 / 5, 2 * 1 / 3]), pytest.approx([2 * 1 / 5, 2 * 2 / 3])]

@@ -116,9 +116,12 @@ def test_an_optimum_of_something_else_is_one_line(tmp_path: Path) -> None:
 
 def test_without_a_stand_in_or_rows_it_says_so(tmp_path: Path) -> None:
     """LoRA trains the model itself; a finished run is probed without an evaluation set."""
+    options = {"probe_moments": ["end"]}
+    late = Trial(strategy="lora:r=2", probes=("gradient_gap",), steps=1, options=options).trainer(tmp_path / "lora")
     with pytest.raises(CompatibilityError, match="trains the model itself") as caught:
-        trained(tmp_path / "lora", "lora:r=2", "bert_classifier")
+        late.train()
     assert "\n" not in str(caught.value)
+    assert late.state.global_step == 0  # and not at the end, when there is a model to lose
     folder = Trial(strategy=PROXIES["proxy_sub_fm"], steps=1).run().folder
     with pytest.raises(CompatibilityError, match="needs an evaluation set"):
         probe_run("gradient_gap", folder)

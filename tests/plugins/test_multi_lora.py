@@ -413,7 +413,11 @@ def test_trainer_refuses_rows_of_no_task(task_id: int | None, words: str, tmp_pa
         (TASKS, {"target_modules": ".*foo"}, r"no module '\.\*foo' outside"),
         (TASKS, {"target_modules": ["query", "classifier"]}, "no module 'classifier' outside classifier"),
         (TASKS, {"task_type": "SEQ_CLS"}, "task_type"),
-        ([*TASKS, {"name": "e2e", "kind": "causal_lm"}], {}, "language modelling and other tasks"),
+        (
+            [*TASKS, {"name": "e2e", "kind": "causal_lm"}],
+            {},
+            "task 'e2e' models language and BertFor.*AutoModelForCausalLM",
+        ),
     ],
 )
 def test_bad_configuration_is_one_line(tasks: Any, options: dict[str, Any], words: str) -> None:

@@ -232,6 +232,8 @@ def test_part_of_a_dataset(model: Any, task: Task, tmp_path: Path, monkeypatch: 
         ("other.jsonl", '{"body": "a"}\n', {}, "has no text 'text'; known: body"),
         ("short.jsonl", '{"input_ids": [1, 2]}\n', {}, "fewer tokens than one block"),
         ("large.jsonl", '{"input_ids": [1, 2, 3, 4, 5, 99]}\n', {}, "token 99 of a vocabulary of 61"),
+        ("negative.jsonl", '{"input_ids": [1, 2, 3, 4, 5, -1]}\n', {}, "token -1 of a vocabulary of 61"),
+        ("word.jsonl", '{"input_ids": ["a", 2, 3, 4, 5, 6]}\n', {}, "token 'a' of a vocabulary of 61"),
         ("text.txt", "a b c\n", {"tokenizer": "."}, "finds no tokenizer in '.'"),
         ("long.jsonl", '{"input_ids": [1]}\n', {"length": 40}, "more than the 32 positions"),
     ],
@@ -253,6 +255,18 @@ def test_refuses(
     with pytest.raises((DataError, CompatibilityError)) as caught:
         attached(model, task, tmp_path / name, **options)
     assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("task", [CAUSAL])
+def test_refuses_a_damaged_dataset(model: Any, task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder whose file breaks off says so in one line."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text('{"text": "a"}\n{"te', encoding="utf-8")
+    with pytest.raises(DataError, match=r"regularizer 'replay' cannot read .*JSON") as caught:
+        attached(model, task, folder)
     assert "\n" not in str(caught.value)
 
 

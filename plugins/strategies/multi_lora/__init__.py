@@ -1,9 +1,9 @@
 """Multi-LoRA: k tasks train together on one frozen A; h = W0 x + (alpha / r) B_i A x, and every task leaves as a plain LoRA.
 
 "Parameter-Efficient Fine-Tuning via Partially Decomposable Loss Analysis and Sharing" (anonymous), section 5 and Algorithm 1.
-Read on in ``config.py`` and ``tuner.py`` (the PEFT method), ``layers.py`` (an adapted module), ``heads.py``, ``losses.py``,
-``routing.py`` (which row belongs to which task), ``packing.py`` (an encoder's batch without its padding) and ``splitting.py``
-(any other model's in pieces of rows of similar length).
+Read on in ``config.py`` and ``tuner.py`` (the PEFT method), ``layers.py`` (an adapted module), ``heads.py``, ``last_token.py``
+(classifiers beside a language-modelling head), ``losses.py``, ``routing.py`` (which row belongs to which task), ``packing.py``
+(an encoder's batch without its padding) and ``splitting.py`` (any other model's in pieces of rows of similar length).
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ class MultiLora(Strategy):
         from peft import get_peft_model
 
         from .config import MultiLoraConfig, describe
+        from .last_token import models_language
         from .tuner import of
 
         names = [task.name for task in run.tasks]
@@ -109,7 +110,8 @@ class MultiLora(Strategy):
             init=self.config.init,
             frozen=self.config.frozen,
         )
-        if len(config.tasks) > 1 and not run.task.kind.is_language_modelling and config.heads is None:
+        headless = config.heads is None and not models_language(model)
+        if len(config.tasks) > 1 and headless and not run.task.kind.is_language_modelling:
             raise CompatibilityError(
                 f"{type(model).__name__} has no fresh head to give the tasks", remedy="start from a model without one"
             )
@@ -190,7 +192,7 @@ class MultiLora(Strategy):
         tuner, (config,) = of(model), model.peft_config.values()  # type: ignore[operator]
         layers = [module for module in tuner.modules() if isinstance(module, MultiLoraLayer)]
         factors = {layer.name: [f.detach().clone() for f in layer.factors(run.task.name)] for layer in layers}
-        conv1d, heads = layers[0].fan_in_fan_out, config.heads
+        conv1d, heads = layers[0].fan_in_fan_out, None if run.task.kind.is_language_modelling else config.heads
         base = tuner.plain(run.task.name, merge)
         if merge:
             return cast("nn.Module", base)

@@ -62,14 +62,16 @@ class MultiLoraConfig(PeftConfig):
     Args:
         tasks: one mapping per task: ``name``; ``kind``: ``classification`` (default), ``regression``, ``causal_lm`` or
             ``image_classification``; ``num_labels`` or ``label_names`` for a classifier; ``frozen: true`` for one that
-            does not train.
+            does not train. Those of kind ``causal_lm`` need a model with a language-modelling head, which they share, and
+            beside it others read a row's last token.
         r: rank.
         lora_alpha: the update is scaled by ``lora_alpha / r``.
         lora_dropout: probability of zeroing an element of x before A, in training.
         target_modules: names, or last parts of names, of the modules to adapt; ``all-linear``: all that can be, but for a
             language model's output layer. What is in a head is left alone.
         exclude_modules: the same, of modules to leave alone.
-        heads: names of the fresh modules every task gets a copy of; default: what the model has outside its backbone.
+        heads: names of the fresh modules every task gets a copy of; default: what the model has outside its backbone, or
+            on a language model the layer that its architecture's sequence classifier has there.
         init: ``default``: the shared factor is drawn as torch draws a Linear, ``gaussian``: from N(0, 1).
         frozen: the shared factor, ``a`` or ``b``.
 

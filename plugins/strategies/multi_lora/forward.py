@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 from transformers.utils.generic import ModelOutput
 
+from .last_token import in_one, models_language
 from .losses import task_losses
 from .packing import can_pack, packed
 from .splitting import pieces
@@ -26,7 +27,9 @@ class JointOutput(ModelOutput):
 
     Attributes:
         loss: the sum of the tasks' mean losses.
-        logits: shape (rows, widest label space), or (rows, positions, vocabulary).
+        logits: shape (rows, widest label space), or (rows, positions, vocabulary); rows of both kinds together are as wide
+            as the vocabulary, a classifier's with its logits in the first position and -inf elsewhere, and while training
+            they are left out.
         task_losses: each task's mean loss over its own rows, shape (tasks,), 0 without a row; while training only.
         past_key_values, hidden_states, attentions: the base model's.
     """
@@ -58,7 +61,7 @@ class JointForward:
         """
         tuner, model = self.tuner, self.tuner.model
         base = partial(type(model).forward, model)
-        if len(tuner.tasks) == 1 and task_ids is None:
+        if len(tuner.tasks) == 1 and task_ids is None and tuner.reader is None:
             tuner.router.groups = None  # one task: the base model's own loss is the task's
             return base(*args, **kwargs)
         labels = kwargs.pop("labels", None)
@@ -73,17 +76,25 @@ class JointForward:
                 output = base(**kwargs)
         else:
             output = self._in_pieces(base, task_ids, kwargs, mask)
+        logits: torch.Tensor | None = output.logits
+        apart = None
+        if tuner.reader is not None:
+            apart = tuner.reader.read(output.logits, kwargs.get("input_ids", args[0] if args else None))
+        if apart is not None:
+            logits = None if model.training and labels is not None else in_one(apart, groups)
+        kept = {name: output.get(name) for name in ("past_key_values", "hidden_states", "attentions")}
         if labels is None:
-            return output
-        losses = self._losses(output.logits, labels, groups)
+            return output if apart is None else JointOutput(logits=logits, **kept)
+        losses = self._losses(
+            apart or dict(zip(groups.tasks, groups.split(output.logits), strict=True)), labels, groups
+        )
         total = losses.sum()
         if model.training and not total.requires_grad:  # no row of a task that trains
             total = total + torch.zeros_like(total, requires_grad=True)
             losses = losses + total * 0
-        kept = {name: output.get(name) for name in ("past_key_values", "hidden_states", "attentions")}
-        return JointOutput(loss=total, logits=output.logits, task_losses=losses if model.training else None, **kept)
+        return JointOutput(loss=total, logits=logits, task_losses=losses if model.training else None, **kept)
 
-    def _losses(self, logits: torch.Tensor, labels: torch.Tensor, groups: Groups) -> torch.Tensor:
+    def _losses(self, logits: dict[int, torch.Tensor], labels: torch.Tensor, groups: Groups) -> torch.Tensor:
         found = task_losses(logits, labels, self.tuner.tasks, groups)
         zero = torch.zeros_like(next(iter(found.values())))
         return torch.stack([found.get(number, zero) for number in range(len(self.tuner.tasks))])
@@ -92,7 +103,7 @@ class JointForward:
         """Return the attention mask of a batch that need not run as it came, ``None`` for one that must."""
         tuner, model = self.tuner, self.tuner.model
         mask = inputs.get("attention_mask")
-        if not tuner.split or tuner.router.everyone or tuner.tasks[0].kind.is_language_modelling:
+        if not tuner.split or tuner.router.everyone or models_language(model):
             return None
         # Layers that run again in the backward pass would find the rows of the last piece.
         if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):

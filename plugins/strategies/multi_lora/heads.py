@@ -40,6 +40,10 @@ class TaskHeads(nn.Module, BaseTunerLayer):
         """Give a task its head; what does not train keeps its values in buffers, as :class:`TaskMatrices` does."""
         self.heads[task] = head.requires_grad_(True) if trains else as_buffers(head)
 
+    def of(self, task: str) -> nn.Module:
+        """Return the head that rows of a task go through: its own, or the base model's while adapters are off."""
+        return self.base_layer if self.disable_adapters else self.heads[task]
+
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the logits, shape (B, ..., widest label space), of x, shape (B, ...)."""
         if self.disable_adapters:

@@ -6,7 +6,8 @@ Shape suffixes: B rows, T positions, I inputs, O outputs, R rank, K tasks that t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -193,3 +194,29 @@ def features(module: nn.Module) -> tuple[int, int]:
     # Under ZeRO-3 the weight itself is a shard.
     first, second = getattr(weight, "ds_shape", weight.shape)
     return (second, first) if isinstance(module, Conv1D) else (first, second)
+
+
+def adaptable(model: nn.Module, heads: Sequence[str]) -> list[str]:
+    """Return the names of the modules that can be adapted: those in no head, with a weight that no other module has too."""
+    owners = Counter(id(value) for part in model.modules() for value in part.parameters(recurse=False))
+    return [
+        name
+        for name, part in model.named_modules()
+        if isinstance(part, ADAPTABLE) and owners[id(part.weight)] == 1 and not is_within(name, heads)
+    ]
+
+
+def is_within(name: str, modules: Sequence[str]) -> bool:
+    """Whether a module is one of some others, or inside one."""
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
+def values_of(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield every parameter and buffer of a module."""
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def numel(value: torch.Tensor) -> int:
+    """Return how many numbers a tensor has, as a whole where DeepSpeed's ZeRO-3 has cut it into shards."""
+    return int(getattr(value, "ds_numel", value.numel()))

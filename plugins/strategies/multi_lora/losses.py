@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.nn import functional
@@ -14,25 +14,29 @@ _IGNORED = -100
 
 
 def task_losses(
-    logits: torch.Tensor, labels: torch.Tensor, tasks: Sequence[Task], groups: Groups
+    logits: Mapping[int, torch.Tensor], labels: torch.Tensor, tasks: Sequence[Task], groups: Groups
 ) -> dict[int, torch.Tensor]:
     """Return the mean loss of every task that takes part, over its own rows; 0 for one without a row.
 
     Args:
-        logits: shape (rows, widest label space), or (rows, positions, vocabulary) for language modelling.
-        labels: class numbers or targets of shape (rows,), or token ids of shape (rows, positions), -100 not counted.
+        logits: task number -> shape (its rows, its labels or more), or for language modelling (its rows, positions,
+            vocabulary).
+        labels: class numbers or targets of shape (rows,), or with language modelling (rows, positions): token ids, -100 not
+            counted, and in the first position a classifier's class number or target.
         tasks: all tasks, in the order of their numbers.
         groups: which rows are whose.
 
     Returns:
         Task number -> scalar in float32 or more: cross-entropy in nats, or the squared error for regression.
     """
-    pieces = zip(groups.tasks, groups.split(logits), groups.split(labels), strict=True)
-    return {number: _loss(tasks[number], rows, targets) for number, rows, targets in pieces}
+    pieces = zip(groups.tasks, groups.split(labels), strict=True)
+    return {number: _loss(tasks[number], logits[number], targets) for number, targets in pieces}
 
 
 def _loss(task: Task, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     logits = logits if logits.dtype == torch.float64 else logits.float()
+    if task.kind is not TaskKind.CAUSAL_LM and labels.dim() > 1:
+        labels = labels[:, 0]
     if task.kind is TaskKind.REGRESSION:
         errors = (logits[:, 0] - labels.to(logits.dtype)).square()
         return errors.sum() / max(len(errors), 1)

@@ -7,7 +7,6 @@ adapter holds all tasks: A once, B_i and head_i per task, in one ``adapter_model
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,12 +17,12 @@ from peft.tuners.tuners_utils import BaseTuner, check_target_module_exists
 from peft.utils import INCLUDE_LINEAR_LAYERS_SHORTHAND
 from torch import nn
 
-from ....registry.context import Task, TaskKind
 from ....registry.errors import CompatibilityError, DataError
 from .config import PEFT_TYPE, MultiLoraConfig
 from .forward import JointForward
 from .heads import TaskHeads, find_heads, fresh_heads
-from .layers import ADAPTABLE, MultiLoraLayer, features
+from .last_token import LastTokenReader, add_classifier, give_labels, models_language
+from .layers import ADAPTABLE, MultiLoraLayer, adaptable, features, is_within, numel, values_of
 from .routing import Router
 
 
@@ -32,7 +31,8 @@ class MultiLoraModel(BaseTuner):
 
     The base model is called with ``task_ids``, integers of shape (rows,), beside its usual inputs, or :meth:`set_task`
     or :meth:`task` chose a task for all rows. With ``labels``, ``outputs.loss`` is the sum of the tasks' mean losses;
-    while training, ``outputs.task_losses`` holds them one by one, shape (tasks,).
+    while training, ``outputs.task_losses`` holds them one by one, shape (tasks,). How labels and logits lie where some tasks
+    model language and others do not is said in ``losses.py`` and ``forward.py``.
 
     Attributes:
         tasks: the tasks, in the order of their numbers.
@@ -46,6 +46,7 @@ class MultiLoraModel(BaseTuner):
     target_module_mapping: dict[str, list[str]] = {}  # noqa: RUF012  # PEFT's own declaration
 
     router: Router
+    reader: LastTokenReader | None  # where the base model's own head models language and other tasks classify
 
     # ---- building
 
@@ -53,14 +54,27 @@ class MultiLoraModel(BaseTuner):
         self.tasks = config.parsed()
         self.router = Router([task.name for task in self.tasks])
         self.split = True
-        kinds = {task.kind.is_language_modelling for task in self.tasks}
-        if len(kinds) > 1:
-            raise CompatibilityError(
-                "language modelling and other tasks in one model", remedy="train them in two runs: their heads differ"
-            )
+        self.reader = None
         # PEFT writes sets and tuples in any order, and the file should say what was chosen.
-        config.heads = None if kinds == {True} else find_heads(model, config.heads)
+        config.heads = self._heads(model, config.heads)
         self.adaptable = adaptable(model, config.heads or ())
+
+    def _heads(self, model: Any, asked: Sequence[str] | None) -> list[str] | None:
+        """Return the names of the modules that tasks get a copy of, after adding the one that a language model lacks."""
+        words = [task for task in self.tasks if task.kind.is_language_modelling]
+        if words and not models_language(model):
+            raise CompatibilityError(
+                f"task {words[0].name!r} models language and {type(model).__name__} has no head for it",
+                remedy="load a decoder with AutoModelForCausalLM",
+            )
+        if len(words) == len(self.tasks):
+            return None
+        if not models_language(model):
+            return find_heads(model, asked)
+        name = add_classifier(model)
+        if asked and list(asked) != [name]:
+            raise CompatibilityError(f"heads={list(asked)} of a language model", known=[name])
+        return [name]
 
     def _check_new_adapter_config(self, config: Any) -> None:
         if len(self.peft_config) > 1:
@@ -129,14 +143,17 @@ class MultiLoraModel(BaseTuner):
             config.target_modules = sorted(config.target_modules)
         heads = config.heads or []
         wrappers = {name: TaskHeads(model.get_submodule(name), name, self.router) for name in heads}
-        for index, (task, entry) in enumerate(zip(self.tasks, config.tasks, strict=True)):
-            for name, head in (fresh_heads(model, heads, task.num_labels, index == 0) if heads else {}).items():
+        own = [pair for pair in zip(self.tasks, config.tasks, strict=True) if not pair[0].kind.is_language_modelling]
+        for index, (task, entry) in enumerate(own):
+            for name, head in fresh_heads(model, heads, task.num_labels, index == 0).items():
                 wrappers[name].put(task.name, head, trains=not entry.get("frozen"))
         for name, wrapper in wrappers.items():
             wrapper.base_layer.requires_grad_(False)
             model.set_submodule(name, wrapper)
             if config.inference_mode:
                 wrapper.set_adapter(adapter_name, inference_mode=True)
+        if wrappers and models_language(model):
+            self.reader = LastTokenReader(model, wrappers[heads[0]], self.tasks)
         # Attributes of the instance, not hooks: a hook could not run the model in pieces.
         model.forward = JointForward(self)
         if hasattr(model, "generate"):
@@ -182,11 +199,17 @@ class MultiLoraModel(BaseTuner):
             task_ids: integers of shape (prompts,), each prompt's position among the tasks; default: the chosen task.
 
         Raises:
-            DataError: a prompt of an unknown task, or ``task_ids`` that do not say one for each prompt.
+            DataError: a prompt of an unknown task or of one that models no language, or ``task_ids`` that do not say one for
+                each prompt.
         """
         base: Any = type(self.model)
         prompts = next((len(value) for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), 1)
         with self.router.generating(task_ids, prompts):
+            asked = [self.router.active] if task_ids is None else [self.router.tasks[number] for number in task_ids]
+            for task in self.tasks:
+                if task.name in asked and not task.kind.is_language_modelling:
+                    writing = [other.name for other in self.tasks if other.kind.is_language_modelling]
+                    raise DataError(f"task {task.name!r} is a {task.kind.value} and writes no text", known=writing)
             return base.generate(self.model, *args, **kwargs)
 
     def keep_tasks(self, names: Mapping[str, str]) -> None:
@@ -208,11 +231,11 @@ class MultiLoraModel(BaseTuner):
                 for new, (value, trains) in kept.items():
                     own.put(new, value.detach(), trains)
             elif isinstance(module, TaskHeads):
-                heads = {new: module.heads[old] for old, new in names.items()}
+                heads = {new: module.heads[old] for old, new in names.items() if old in module.heads}
                 module.heads.clear()
                 module.heads.update(heads)
         config.tasks = entries
-        self.tasks = config.parsed()
+        self.tasks[:] = config.parsed()
         active = self.router.active
         self.router.tasks[:] = [task.name for task in self.tasks]
         self.router.active = names.get(active or "") or (self.router.tasks[0] if len(self.tasks) == 1 else None)
@@ -245,15 +268,16 @@ class MultiLoraModel(BaseTuner):
             DataError: there is no such task.
         """
         task = self.tasks[self.router.number(name)]
-        for path, module in list(self.model.named_modules()):
-            if isinstance(module, MultiLoraLayer | TaskHeads):
-                self.model.set_submodule(path, module.plain(name, merge))
         del self.model.forward
         self.model.__dict__.pop("generate", None)
         if hasattr(self.model, "peft_config"):
             del self.model.peft_config
-        give_labels(self.model.config, task)
-        return self.model
+        for path, module in list(self.model.named_modules()):
+            if isinstance(module, MultiLoraLayer) or (isinstance(module, TaskHeads) and self.reader is None):
+                self.model.set_submodule(path, module.plain(name, merge))
+        left = self.model if self.reader is None else self.reader.leave(task)
+        give_labels(left.config, task)
+        return left
 
     def _unload_and_optionally_merge(self, merge: bool = True, *_args: Any, **_kwargs: Any) -> Any:
         if self.router.active is None:
@@ -263,42 +287,6 @@ class MultiLoraModel(BaseTuner):
     @classmethod
     def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:
         return key  # one adapter, whose name is in no key; a task may be called what PEFT calls adapters
-
-
-def give_labels(config: Any, task: Task) -> None:
-    """Write a task's labels into the config of a model that has its head now."""
-    if task.kind.is_language_modelling:
-        return
-    names = task.label_names or ("LABEL_0",)
-    config.id2label = dict(enumerate(names))
-    config.label2id = {name: index for index, name in enumerate(names)}
-    config.problem_type = "regression" if task.kind is TaskKind.REGRESSION else "single_label_classification"
-
-
-def adaptable(model: nn.Module, heads: Sequence[str]) -> list[str]:
-    """Return the names of the modules that can be adapted: those in no head, with a weight that no other module has too."""
-    owners = Counter(id(value) for part in model.modules() for value in part.parameters(recurse=False))
-    return [
-        name
-        for name, part in model.named_modules()
-        if isinstance(part, ADAPTABLE) and owners[id(part.weight)] == 1 and not is_within(name, heads)
-    ]
-
-
-def is_within(name: str, modules: Sequence[str]) -> bool:
-    """Whether a module is one of some others, or inside one."""
-    return any(name == module or name.startswith(f"{module}.") for module in modules)
-
-
-def values_of(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield every parameter and buffer of a module."""
-    yield from module.parameters()
-    yield from module.buffers()
-
-
-def numel(value: torch.Tensor) -> int:
-    """Return how many numbers a tensor has, as a whole where DeepSpeed's ZeRO-3 has cut it into shards."""
-    return int(getattr(value, "ds_numel", value.numel()))
 
 
 def of(model: Any) -> MultiLoraModel:

@@ -193,7 +193,7 @@ def test_joint_perplexity_is_by_token() -> None:
     labels[0, 3:] = labels[2, :2] = -100
     task_ids = np.array([0, 1, 0, 1])
     tasks = [Task(name=name, kind=TaskKind.CAUSAL_LM, metrics=("perplexity",)) for name in ("a", "b")]
-    kept = metrics.token_losses(logits, (labels, torch.tensor(task_ids)))
+    kept = metrics.row_scores(logits, (labels, torch.tensor(task_ids)), tasks)
     assert kept.shape == (4, 2)
     found = metrics.compute_joint_metrics(tasks)(
         EvalPrediction(predictions=kept.numpy(), label_ids=(labels.numpy(), task_ids))
@@ -202,3 +202,31 @@ def test_joint_perplexity_is_by_token() -> None:
         rows = torch.tensor(task_ids == number)
         own = torch.nn.functional.cross_entropy(logits[rows, :-1].flatten(0, 1), labels[rows, 1:].flatten())
         assert found[f"{task.name}_perplexity"] == pytest.approx(math.exp(own), rel=1e-6)
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["mixed", "alone"])
+def test_classifier_beside_language_modelling_has_its_own_metrics(alone: bool) -> None:
+    """Its logits and labels are those of the first position, in batches with and without rows of language modelling."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.full((4, 6, 11), -torch.inf)
+    logits[1] = torch.randn(6, 11, generator=generator)
+    for row, label in ((0, 2), (2, 1), (3, 0)):
+        logits[row, 0, :3] = torch.eye(3)[label]
+    labels = torch.full((4, 6), -100)
+    labels[1], labels[[0, 2, 3], 0] = torch.randint(11, (6,), generator=generator), torch.tensor([2, 1, 1])
+    tasks = [
+        Task(name="c", kind=TaskKind.CLASSIFICATION, label_names=("x", "y", "z"), metrics=("accuracy",)),
+        Task(name="w", kind=TaskKind.CAUSAL_LM, metrics=("perplexity",)),
+    ]
+    task_ids = torch.tensor([0, 1, 0, 0])
+    kept = metrics.row_scores(logits, (labels, task_ids), tasks)
+    if alone:
+        rows = task_ids == 0
+        parts = metrics.row_scores(logits[rows, 0, :3], (labels[rows, :2], task_ids[rows]), tasks)
+        assert torch.equal(parts, kept[rows])
+    found = metrics.compute_joint_metrics(tasks)(
+        EvalPrediction(predictions=kept.numpy(), label_ids=(labels.numpy(), task_ids.numpy()))
+    )
+    own = torch.nn.functional.cross_entropy(logits[1, :-1], labels[1, 1:])
+    assert found["c_accuracy"] == pytest.approx(2 / 3)
+    assert found["w_perplexity"] == pytest.approx(math.exp(own), rel=1e-6)

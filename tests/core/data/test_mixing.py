@@ -110,13 +110,33 @@ def test_batch_lies_task_by_task() -> None:
     assert JointCollator(collate, float_labels=True)(rows)["labels"].dtype == torch.float32
 
 
+def test_label_beside_language_modelling_stands_first() -> None:
+    """A class number or a target takes the first place among a row's positions; token ids keep theirs, beyond 2**8 too."""
+
+    def collate(rows: list[Any]) -> dict[str, torch.Tensor]:
+        pads = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+        return {
+            key: torch.tensor([[*row[key], *[pad] * (3 - len(row[key]))] for row in rows]) for key, pad in pads.items()
+        }
+
+    rows = [
+        {"input_ids": [5, 6], "attention_mask": [1, 1], "token_type_ids": [0, 0], "labels": 0.25, "task_ids": 2},
+        {"input_ids": [7], "attention_mask": [1], "labels": 1, "task_ids": 0},
+        {"input_ids": [8, 9, 50257], "attention_mask": [1, 1, 1], "labels": [-100, 9, 50257], "task_ids": 1},
+    ]
+    batch = JointCollator(collate, float_labels=True, words=frozenset({1}))(rows)
+    assert batch["labels"].tolist() == [[1, -100, -100], [-100, 9, 50257], [0.25, -100, -100]]
+    assert batch["input_ids"].tolist() == [[7, 0, 0], [8, 9, 50257], [5, 6, 0]]
+    assert batch["task_ids"].tolist() == [0, 1, 2] and set(batch) == {*rows[1]}
+
+
 def test_tasks_that_need_different_models_are_refused() -> None:
-    """Text and images, or language modelling and anything else."""
+    """Text and images, and two tasks of one name."""
     tasks = {kind: Task(name=kind.value, kind=kind) for kind in TaskKind}
-    check_kinds([tasks[TaskKind.CLASSIFICATION], tasks[TaskKind.REGRESSION]])
-    for other in (TaskKind.CAUSAL_LM, TaskKind.IMAGE_CLASSIFICATION):
+    check_kinds([tasks[TaskKind.CLASSIFICATION], tasks[TaskKind.REGRESSION], tasks[TaskKind.CAUSAL_LM]])
+    for other in (TaskKind.CAUSAL_LM, TaskKind.CLASSIFICATION):
         with pytest.raises(DataError, match="different models"):
-            check_kinds([tasks[TaskKind.CLASSIFICATION], tasks[other]])
+            check_kinds([tasks[other], tasks[TaskKind.IMAGE_CLASSIFICATION]])
     with pytest.raises(DataError, match="two tasks are called 'regression'"):
         check_kinds([tasks[TaskKind.REGRESSION]] * 2)
 

@@ -67,13 +67,29 @@ class SeenBeside(Seen):
     supports = Support(needs_stand_in=True)
 
 
+class Parts(Probe):
+    """One value that belongs to a layer, and none that does not."""
+
+    name = "parts"
+    summary = "a layer's"
+    reference = "none"
+    supports = Support(excludes={"mixout": "it says so"})
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        """none."""
+
+    def measure(self, subject: Subject) -> Iterator[Measurement]:
+        yield Measurement(name="value", value=1.0, where={"layer": 0})
+
+
 @pytest.fixture(scope="module", autouse=True)
 def installed() -> Iterator[None]:
     catalog = load_plugins().catalog
-    for probe in (Seen, SeenBeside):
+    for probe in (Seen, SeenBeside, Parts):
         catalog.add(probe, Origin(distribution="tests", version="0", module=__name__, file=__file__))
     yield
-    for probe in (Seen, SeenBeside):
+    for probe in (Seen, SeenBeside, Parts):
         del catalog.entries["probe", probe.name]
 
 
@@ -175,6 +191,27 @@ def test_resumed_they_measure_the_same(
     assert run_federation(tmp_path / "run", **keys, resume_from_checkpoint="last")["probes"] == probed[1]["probes"]
 
 
+def test_resumed_where_there_were_none(run_federation, tmp_path: Path):
+    """Begun without probes, by a version that knew none, and gone on with: they measure from there."""
+    keys = {**KEYS, "strategy": "lora:r=2", "num_rounds": 2, "server_fraction": 0}
+
+    def last(rounds: Rounds, number: int, *rest: Any) -> Any:
+        if number == 1:
+            raise KeyboardInterrupt
+        return go_on(rounds, number, *rest)
+
+    go_on = Rounds._round
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Rounds, "_round", last)
+        run_federation(tmp_path / "run", **keys)
+    (state,) = (tmp_path / "run" / "rounds").glob("*/state.json")
+    kept = json.loads(state.read_text(encoding="utf-8"))
+    del kept["probed"]
+    state.write_text(json.dumps(kept), encoding="utf-8")
+    result = run_federation(tmp_path / "run", **keys, probes=["seen"], resume_from_checkpoint="last")
+    assert list(measured(result, "seen", "loss")) == [(2, "round")]
+
+
 def test_picture_and_table(probed: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str]):
     """A panel for each probe below the curve; a table with a line for each moment."""
     folder, result = probed
@@ -188,12 +225,16 @@ def test_picture_and_table(probed: tuple[Path, dict[str, Any]], capsys: pytest.C
     assert f"{value:.6g}" in next(line for line in table if "before alignment" in line)
 
 
-def test_of_the_model_itself(run_federation, tmp_path: Path):
-    """A strategy without a stand-in: the model that trains, where eval_every says."""
-    result = run_federation(tmp_path / "run", strategy="lora:r=2", probes=["seen"], num_rounds=2, eval_every=1)
+def test_of_the_model_itself(run_federation, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A strategy without a stand-in: the model that trains, where eval_every says. Parts are written, and not shown."""
+    result = run_federation(tmp_path / "run", strategy="lora:r=2", probes=["seen", "parts"], num_rounds=2, eval_every=1)
     losses = measured(result, "seen", "loss")
     assert list(losses) == [(0, "begin"), (1, "round"), (2, "round")]
     assert losses[2, "round"] == result["metrics"]["loss"]
+    assert [row["round"] for row in result["probes"] if row["probe"] == "parts"] == [0, 1, 2]
+    show_federation(result, tmp_path / "run")
+    printed = capsys.readouterr().out.splitlines()
+    assert "seen" in printed and "parts" not in printed
 
 
 @pytest.mark.parametrize(
@@ -202,6 +243,11 @@ def test_of_the_model_itself(run_federation, tmp_path: Path):
         ({"strategy": "lora:r=2", "probes": ["gradient_gap"]}, CompatibilityError, "trains the model itself"),
         ({"strategy": "half_width", "probes": ["gradient_gap"]}, CompatibilityError, "keeps nothing of the model"),
         ({"probes": ["gradient_gap"], "probe_moments": ["end"]}, RecipeError, "rounds are probed: probe_every"),
+        (
+            {"strategy": "full", "regularizers": ["mixout"], "probes": ["parts"]},
+            CompatibilityError,
+            "not go with 'mixout'",
+        ),
         ({"probes": ["class_perplexity"]}, CompatibilityError, "does not take task kind"),
     ],
 )
