@@ -620,7 +620,7 @@ def test_who_asks_for_hidden_states_gets_them() -> None:
     mask = (torch.arange(20) < torch.tensor([2, 20] * 12)[:, None]).long()
     assert len(pieces(mask)) > 1
     batch = {"input_ids": mask * 5, "attention_mask": mask, "task_ids": torch.arange(24) % 3}
-    assert adapted().eval()(**batch).logits.shape == (24, 3)
+    assert adapted().eval()(**batch).logits.shape == adapted().eval()(**batch, return_dict=False)[0].shape == (24, 3)
     by_call, by_config = adapted().eval(), adapted().eval()
     by_config.config.output_hidden_states = True
     for output in (by_call(**batch, output_hidden_states=True), by_config(**batch)):

@@ -76,6 +76,8 @@ class JointForward:
                 output = base(**kwargs)
         else:
             output = self._in_pieces(base, task_ids, kwargs, mask)
+        if labels is None and tuner.reader is None:
+            return output
         logits: torch.Tensor | None = output.logits
         apart = None
         if tuner.reader is not None:
