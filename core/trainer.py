@@ -82,7 +82,7 @@ class PluginTrainerMixin(ProbedTrainer):
             model = self._equip(model, args)
         super().__init__(model=model, args=args, **kwargs)
         # Only causal-LM losses really divide by num_items_in_batch (transformers#47688), and not those of several tasks.
-        shifts = len(self._tasks) == 1 and predicts_next(self.run.task, self._loss_shifts_labels)
+        shifts = len(self._tasks) == 1 and self._loss_shifts_labels and predicts_next(self.run.task, True)
         self.model_accepts_loss_kwargs = bool(self.model_accepts_loss_kwargs and shifts)
         if len(self.run.tasks) > 1:
             self.label_names = ["labels", "task_ids"]

@@ -161,7 +161,7 @@ class L2SP(Regularizer):
         anchors = [None if anchor is None else getattr(owner, anchor) for _, anchor, _ in pulls]
         strengths = [strength for _, _, strength in pulls]
         for weight, anchor, strength in zip(weights, anchors, strengths, strict=True):
-            self._values.append(strength * sum(offset.square_().sum() for offset in _offsets(weight, anchor)))
+            self._values += [strength * offset.square_().sum() for offset in _offsets(weight, anchor)]
         if contained:  # not all of these weights need have a gradient of the loss to add to: an absent task's has none
             return _through_first_tensor(output, lambda x: _pull().apply(x, self, anchors, strengths, *weights))
         self._arriving.update(weights)

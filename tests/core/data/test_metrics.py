@@ -171,18 +171,21 @@ def test_majority_baseline_never_looks_at_the_input() -> None:
     assert metrics.majority_baseline(_task(TaskKind.CAUSAL_LM, ("perplexity",)), [], []) == {}
 
 
-def test_joint_metrics_are_those_of_each_task_alone() -> None:
-    """A mixed evaluation, logits filled up with -inf, scores each task on its own rows and labels; and their mean."""
+@pytest.mark.parametrize(
+    ("main", "mean"),
+    [(("pearson", "mse"), {metrics.MEAN: 0.75}), (("mse", "pearson"), {})],
+    ids=["one way", "opposite"],
+)
+def test_joint_metrics_are_those_of_each_task_alone(main: tuple[str, ...], mean: dict[str, float]) -> None:
+    """A mixed evaluation, logits filled up with -inf; a mean of what should grow and what should shrink there is not."""
     three = Task(name="three", kind=TaskKind.CLASSIFICATION, label_names=("a", "b", "c"), metrics=("accuracy",))
-    score = Task(name="score", kind=TaskKind.REGRESSION, metrics=("mse", "pearson"))
+    score = Task(name="score", kind=TaskKind.REGRESSION, metrics=main)
     logits = np.array([[0, 2, 1], [0.5, -np.inf, -np.inf], [3, 2, 1], [1.5, -100, -100]])
     labels, task_ids = np.array([1, 0.0, 1, 1.0]), np.array([0, 1, 0, 1])
     found = metrics.compute_joint_metrics([three, score])(
         EvalPrediction(predictions=logits, label_ids=(labels, task_ids))
     )
-    assert found == pytest.approx(
-        {"three_accuracy": 0.5, "score_mse": 0.25, "score_pearson": 1.0, metrics.MEAN: (0.5 + 0.25) / 2}
-    )
+    assert found == pytest.approx({"three_accuracy": 0.5, "score_mse": 0.25, "score_pearson": 1.0, **mean})
 
 
 def test_joint_perplexity_is_by_token() -> None:
