@@ -35,6 +35,10 @@ class CacheOptions:
     cache: bool = True
     cache_dir: str | None = field(default=None, metadata={"recorded": False, "cache": True})
 
+    def __post_init__(self) -> None:
+        if self.cache_dir is not None and not self.cache:
+            raise ValueError("option cache_dir: with cache=false nothing is kept; leave one of them out")
+
 
 class HeadTuning:
     """The fresh head of a model trains alone, on cached features where that is possible, until :meth:`end`.

@@ -91,7 +91,7 @@ class TextBatches:
         import torch
 
         order = torch.randperm(len(self._blocks_NT), generator=self._generator)
-        for numbers in order.split(self._batch_size):  # type: ignore[no-untyped-call]
+        for numbers in torch.split(order, self._batch_size):
             tokens = self._blocks_NT[numbers].to(self._device)
             yield {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
 

@@ -196,7 +196,8 @@ def main_metrics(tasks: Sequence[Task]) -> list[str]:
 def mean_of_main(tasks: Sequence[Task], found: Mapping[str, float], prefix: str = "") -> dict[str, float]:
     """Return ``<prefix>mean``, the mean over the tasks' main metrics, if all are there.
 
-    They are called ``<prefix><task>_<metric>``, and where they are of generated text ``<task>_<prefix><metric>``. A mean of what should grow and what should shrink is no measure of either: then there is none.
+    They are called ``<prefix><task>_<metric>``, and where they are of generated text ``<task>_<prefix><metric>``. A mean of
+    what should grow and what should shrink is no measure of either: then there is none.
     """
     names = [(task.name, task.metrics[0]) for task in tasks]
     main = [found.get(f"{prefix}{task}_{name}", found.get(f"{task}_{prefix}{name}")) for task, name in names]

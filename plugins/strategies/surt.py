@@ -59,6 +59,11 @@ class Surt(Strategy):
         mlm_probability: Annotated[float, Gt(0), Lt(1)] = 0.15
         tuning: Literal["full", "head"] = "full"
 
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.cache_dir is not None and self.tuning == "full":
+                raise ValueError("option cache_dir: with tuning=full no encoder is frozen; set tuning=head")
+
     config: Config
 
     def __init__(self, config: Any) -> None:

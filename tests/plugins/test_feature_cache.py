@@ -16,11 +16,13 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageClassification, AutoModelForSequenceClassification
 
 from tunery.core.context import infer_task, make_context
+from tunery.core.recipe import choose
 from tunery.plugins.feature_cache import READ_AT_THE_ENDS, _Store
 from tunery.plugins.strategies.head import Head
 from tunery.registry.conformance.models import LABELS
 from tunery.registry.conformance.trials import Outcome, Trial, tiny_process
 from tunery.registry.context import RunContext
+from tunery.registry.errors import SelectionError
 
 TEXT = sorted(READ_AT_THE_ENDS - {"vit"})
 
@@ -341,3 +343,17 @@ def test_export_leaves_nothing_behind() -> None:
     model, strategy, run = prepared(tiny("bert"))
     assert strategy.export(model, run) is model
     assert "forward" not in vars(model.bert)
+
+
+@pytest.mark.parametrize(
+    ("selection", "words"),
+    [
+        ("head:cache=false,cache_dir=kept", "with cache=false nothing is kept"),
+        ("surt:cache_dir=kept", "with tuning=full no encoder is frozen"),
+    ],
+)
+def test_a_folder_that_nothing_is_kept_in_is_refused(selection: str, words: str) -> None:
+    """One line says which other option it contradicts."""
+    with pytest.raises(SelectionError, match=words) as caught:
+        choose(selection)
+    assert "\n" not in str(caught.value)

@@ -68,6 +68,21 @@ def test_value_and_gradient(trained):
     assert penalty.item() == pytest.approx(expected, rel=1e-6)
 
 
+def test_only_the_step_that_was_begun_is_pulled(trained):
+    """A probe's backward pass, or any other one after the step's, has the gradient of its own loss."""
+    model, regularizer, start = trained
+    inputs = torch.randn(4, 5)
+    regularizer.begin({})
+    (model(inputs).square().mean() + regularizer.penalty(None)).backward()
+    model.zero_grad()
+    model(inputs).square().mean().backward()
+    found = {name: model.get_parameter(name).grad for name in start}
+    regularizer.detach(model)
+    model.zero_grad()
+    model(inputs).square().mean().backward()
+    assert all(torch.equal(model.get_parameter(name).grad, value) for name, value in found.items())
+
+
 @pytest.mark.parametrize(
     ("form", "alpha", "beta", "value"), [("sum_half", 0.1, 0.01, 0.295), ("mean", 1, 0, 2.5), ("sum", 1, 0, 5)]
 )
