@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from ...registry.errors import TuneryError
-from .paired import WARM_UP, Estimate, Times, interleave
+from .paired import WARM_UP, Estimate, Times, interleave, keep_freed_memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +93,7 @@ def main(claims: Callable[[Run], Iterable[Claim]], description: str, argv: Seque
     asked = parser.parse_args(argv)
     if asked.json and not asked.json.parent.is_dir():
         parser.error(f"--json: there is no folder {asked.json.parent}")
+    keep_freed_memory()
     done: list[Claim] = []
     try:
         with _progress() as progress:

@@ -8,6 +8,10 @@ end early when the interval is narrow enough: few on a quiet machine, many on a 
 on the right side of a goal, which would stop at lucky moments and report luck. Peak memory cannot be told apart within
 one process: every variant gets a fresh one.
 
+Nor can times be told apart from what the C library does with freed memory: it gives some of a step's back to the system, how
+much depends on the order of allocations, and the next step waits until the system has cleared it anew. That can be a tenth
+of a small step, now for one variant and now for the other. A script's process keeps what it frees.
+
 A script is a generator of :class:`~.claims.Claim` handed to :func:`~.claims.main`::
 
     def claims(run: Run) -> Iterator[Claim]:
@@ -19,11 +23,14 @@ A script is a generator of :class:`~.claims.Claim` handed to :func:`~.claims.mai
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +41,7 @@ CONFIDENCE = 0.99  # a look after every round takes some of it away
 MIN_ROUNDS = 8  # below, no interval of that confidence exists
 WARM_UP = 3
 MIB = 2**20
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8  # of glibc's malloc.h
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +148,19 @@ def clock_of_device() -> Callable[[], float]:
     return time.perf_counter if torch.cuda.is_available() else time.process_time
 
 
+def keep_freed_memory() -> None:
+    """Have the C library keep what this process frees, for its own next use."""
+    _malloc_option(_M_ARENA_MAX, 1)
+    _malloc_option(_M_MMAP_MAX, 0)
+    _malloc_option(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def _malloc_option(option: int, value: int) -> None:
+    """Set an option of glibc's mallopt(3); other C libraries have no such thing."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(option, value)
+
+
 def _finish_device() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -162,17 +183,21 @@ class Memory:
         return f"{self.host / MIB:.0f} MiB{device}"
 
 
-def peak_memory(work: Callable[[], object]) -> Memory:
+def peak_memory(work: Callable[[], object], *, gaps: bool = True) -> Memory:
     """Run ``work`` in a fresh process and return the peak of its resident memory, which counts every CPU tensor.
 
     Args:
         work: a module's function, or a ``functools.partial`` of one: it travels by name.
+        gaps: whether free memory between what lives counts, which the next big tensor does not fit into: users do have it,
+            a little more or less from one program to the next.
     """
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_measure_memory, (work,))
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_measure_memory, work, gaps).result()
 
 
-def _measure_memory(work: Callable[[], object]) -> Memory:
+def _measure_memory(work: Callable[[], object], gaps: bool) -> Memory:
+    if not gaps:
+        _malloc_option(_M_MMAP_THRESHOLD, 2**16)  # bytes: what is larger gets pages of its own, and gives them back
     floor = _peak_resident()
     work()
     device = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0

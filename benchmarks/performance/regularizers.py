@@ -5,9 +5,9 @@
   optimizer, since some change how a model computes. MixOut at p = 0.9 has to be quicker than plain: of a weight's gradient it
   computes the kept columns alone. What it takes at p = 0.5 is printed and has no goal.
 * ``lnsr``: what it adds to the plain step, over the cost of the layers that it must run once more: half of the model's six,
-  forward and backward, run alone on a hidden state of the same size in the same rounds.
-* ``mixout, peak memory``: what a short training needs beyond plain, in copies of the mixed weights, each in a process of its
-  own.
+  forward and backward, run alone in the same rounds, called as the model calls them for one of the batches.
+* ``mixout, peak memory``: what a short training's tensors need beyond plain, in copies of the mixed weights, each in a process
+  of its own.
 * ``head, cached features``: the training of 10 epochs with 5 seeds, without what comes before ``train()``: rows, model, trainer.
   Over the same with the encoder running every time. The first seed has to run it once for each row.
 
@@ -89,7 +89,7 @@ def steps(run: Run, folder: str, rows: int, length: int) -> Iterator[Claim]:
         )
         for name, selection in {PLAIN: None, **VARIANTS}.items()
     }
-    upper = upper_layers(workloads.minilm(), rows, length)
+    upper = upper_layers(workloads.minilm(), data[:rows])
     with stepping(trainers) as variants:
         times = run.interleave({**variants, LAYERS: upper}, rounds=60, quick_rounds=8, warm_up=1, until=_narrow)
     size = f"{rows} x {length}"
@@ -112,32 +112,36 @@ def _narrow(times: Times) -> bool:
     return all(times.ratio(name, PLAIN).width <= RATIO_WIDTH for name in GOALS)
 
 
-def upper_layers(model: nn.Module, rows: int, length: int) -> Callable[[], None]:
-    """Return a function that runs the upper half of the layers forward and backward, as LNSR's default has to."""
+def upper_layers(model: nn.Module, rows: workloads.Rows) -> Callable[[], None]:
+    """Return a function that runs the upper half of the layers forward and backward on ``rows``, as LNSR's default has to."""
     layers = [model.get_submodule(layer.name) for layer in find_anatomy(model).layers]
     upper = layers[len(layers) // 2 :]
-    config: Any = model.config
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    hidden = torch.randn(rows, length, config.hidden_size, device=device, requires_grad=True)
-    for layer in upper:
-        layer.train().to(device)
+    model.train().to(device)
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    hook = upper[0].register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
+    with torch.no_grad(), hook:
+        model(**{key: torch.stack([row[key] for row in rows]).to(device) for key in rows[0]})
+    ((hidden, *args), kwargs) = calls[0]
+    hidden.requires_grad_()
 
     def work() -> None:
         output: Any = hidden
         for layer in upper:
-            output = layer(output)
+            output = layer(output, *args, **kwargs)
             output = output[0] if isinstance(output, tuple) else output
         output.square().mean().backward()
         hidden.grad = None
-        for layer in upper:
-            layer.zero_grad()
+        model.zero_grad()
 
     return work
 
 
 def mixout_memory(folder: str) -> Claim:
-    """Compare the peak memory of a short training with and without MixOut."""
-    with_it, plain = (peak_memory(partial(_train_minilm, selection, folder)) for selection in ("mixout:p=0.9", None))
+    """Compare the peak memory of a short training's tensors with and without MixOut."""
+    with_it, plain = (
+        peak_memory(partial(_train_minilm, selection, folder), gaps=False) for selection in ("mixout:p=0.9", None)
+    )
     model = workloads.minilm()
     mixed = [m.weight for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "classifier"]
     copy = sum(weight.numel() * weight.element_size() for weight in mixed)

@@ -7,12 +7,21 @@ from collections.abc import Iterator
 
 import pytest
 
+from tunery.benchmarks.performance import claims as claims_module
 from tunery.benchmarks.performance.claims import Claim, Run, main, ratio_claim
 from tunery.benchmarks.performance.paired import Estimate
 from tunery.registry.errors import RecipeError
 
 GOOD = Claim(name="step", value=1.004, goal=1.01, low=0.99, high=1.02, detail="ours 5 ms")
 BAD = Claim(name="extra", value=300.0, goal=250.0, unit="us more")
+
+
+@pytest.fixture(autouse=True)
+def kept(monkeypatch):
+    """How often a script asked to keep what it frees; the tests' own process goes on giving it back."""
+    asked = []
+    monkeypatch.setattr(claims_module, "keep_freed_memory", lambda: asked.append(None))
+    return asked
 
 
 def test_line():
@@ -36,12 +45,13 @@ def test_ratio_claim_takes_over_value_and_interval():
 @pytest.mark.parametrize(
     ("claims", "code"), [([GOOD], 0), ([BAD], 1), ([GOOD, BAD], 1), ([BAD, GOOD], 1), ([], 1)], ids=str
 )
-def test_exit_code(claims, code, capsys):
+def test_exit_code(claims, code, capsys, kept):
     """One short claim is enough for 1, wherever it stands; so is having claimed nothing."""
     assert main(lambda run: claims, "", []) == code
     printed = capsys.readouterr()
     assert printed.out.splitlines() == [str(claim) for claim in claims]
     assert printed.err == ""
+    assert len(kept) == 1
 
 
 def test_claims_are_printed_as_they_are_measured(capsys):

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import multiprocessing
+import os
+import platform
+import resource
+import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from itertools import cycle, repeat
 
@@ -11,6 +19,34 @@ import torch
 from scipy.stats import binom
 
 from tunery.benchmarks.performance.paired import MIB, Estimate, Memory, Times, interleave, peak_memory
+
+only_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="how memory is kept is glibc's")
+
+WORKERS = """
+import resource
+import torch
+from tunery.benchmarks.performance.paired import MIB, keep_freed_memory
+
+def zeros(size):
+    return torch.zeros(int(size), dtype=torch.uint8)
+
+def scatter():
+    "Hold 64 MiB, free every other one, then hold 48 MiB more, none of which fits into a gap."
+    zeros(MIB)
+    held = [zeros(MIB) for _ in range(64)]
+    del held[::2]
+    held += [zeros(1.5 * MIB) for _ in range(32)]
+
+def pages_cleared(keeps):
+    "Return how many pages the system clears for 64 MiB that were there just before."
+    if keeps:
+        keep_freed_memory()
+    for _ in range(4):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        zeros(64 * MIB)
+        cleared = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    return cleared
+"""
 
 
 class Machine:
@@ -132,6 +168,43 @@ def test_peak_memory_counts_tensors_that_are_gone_again():
     memory = peak_memory(partial(torch.randn, 16 * MIB))
     assert 60 * MIB < memory.host < 120 * MIB
     assert memory.total == memory.host + memory.device
+
+
+@pytest.fixture
+def workers(tmp_path, monkeypatch):
+    """Functions that another process finds by name."""
+    (tmp_path / "memory_workers.py").write_text(WORKERS)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("memory_workers")
+    del sys.modules["memory_workers"]
+
+
+@only_glibc
+def test_peak_memory_leaves_gaps_out_on_demand(workers):
+    """What lives is 80 MiB; with 32 MiB of gaps it takes 112."""
+    living, all_of_it = (peak_memory(workers.scatter, gaps=gaps).host for gaps in (False, True))
+    assert 78 * MIB < living < 90 * MIB
+    assert all_of_it > 105 * MIB
+
+
+@only_glibc
+def test_memory_that_is_kept_is_not_cleared_again(workers):
+    """A step's memory is there for the next one: no pages anew, where by default all of them are."""
+    by_default, kept = (_elsewhere(workers.pages_cleared, keeps) for keeps in (False, True))
+    pages = 64 * MIB // resource.getpagesize()
+    assert by_default > 0.9 * pages
+    assert kept < 0.1 * pages
+
+
+def _elsewhere(work: Callable[..., int], *args: object) -> int:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(work, *args).result()
+
+
+def test_a_process_that_dies_is_an_error():
+    """It is not started again and again."""
+    with pytest.raises(BrokenProcessPool):
+        peak_memory(partial(os._exit, 3))
 
 
 def test_memory_names_the_gpu_only_where_it_is_used():

@@ -41,14 +41,25 @@ def test_a_claim_for_each_regularizer(tmp_path: Path) -> None:
 
 
 def test_upper_layers_run_forward_and_backward() -> None:
-    """The upper half of the layers gets gradients, and is left without."""
+    """The upper half of the layers gets gradients, and is left without; it is called with the model's own mask of pads."""
     model = workloads.tiny()
     layer = model.bert.encoder.layer[0]
+    rows = [
+        {**row, "attention_mask": torch.arange(32) < 32 - 9 * i} for i, row in enumerate(workloads.byte_rows(32)[:2])
+    ]
+    masks: list[Any] = []
+    layer.attention.self.register_forward_pre_hook(
+        lambda _m, args, kwargs: masks.append(args[1] if len(args) > 1 else kwargs["attention_mask"]), with_kwargs=True
+    )
+    work = regularizers.upper_layers(model, rows)
     seen: list[torch.Tensor] = []
     layer.register_full_backward_hook(lambda _m, _i, output: seen.append(output[0].detach().clone()))
-    regularizers.upper_layers(model, 2, 5)()
-    assert [gradient.shape for gradient in seen] == [(2, 5, 32)]
+    work()
+    assert [gradient.shape for gradient in seen] == [(2, 32, 32)]
     assert all(parameter.grad is None for parameter in layer.parameters())
+    as_the_model, alone = masks
+    assert torch.equal(alone, as_the_model)
+    assert not alone.all()
 
 
 def test_mixout_memory_is_in_copies_of_the_mixed_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +71,8 @@ def test_mixout_memory_is_in_copies_of_the_mixed_weights(tmp_path: Path, monkeyp
         asked.append(None if options["regularizers"] is None else tuple(options["regularizers"]))
         return train(*args, **options)
 
-    def measured(work: Callable[[], object]) -> Memory:
+    def measured(work: Callable[[], object], gaps: bool) -> Memory:
+        assert not gaps
         work()
         return Memory(host=mebibytes[asked[-1]] * MIB, device=0)
 
