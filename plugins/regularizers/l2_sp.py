@@ -9,13 +9,15 @@ is to zero (PriorWD, Zhang et al. 2021). Adam scales a penalty's gradient like a
 The penalty's value is computed inside each module's forward, and its gradient, a multiple of w - w0, inside each module's
 backward: there the weights are whole also under ZeRO-3, and nothing of their size is kept in between. Nor is it made on the
 way: memory of a big weight's size is mapped afresh on every step, which on the CPU costs ten times the arithmetic. So w - w0
-comes in pieces, and is added in place to the gradient of the loss as soon as that is there.
+comes in pieces, and is added in place to the gradient of the loss as soon as that is there. A process alone, which has all
+weights and gradients at hand, goes through them once after forward and once after backward: between the modules' own work
+every look at one finds the caches cold.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -26,6 +28,7 @@ from ...registry.context import Support
 from ...registry.contracts import Regularizer
 from ...registry.errors import CompatibilityError
 from ...registry.hookspecs import hookimpl
+from ..pull import Pull
 
 if TYPE_CHECKING:
     import torch
@@ -33,12 +36,6 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from ...registry.context import Batch, RunContext
-    from ...registry.sharding import Sharding
-
-    # name of a weight, of its anchor, and strength
-    _Pull = tuple[str, str | None, float]
-
-_PIECE = 2**20  # elements: memory of this size is used again, and not mapped afresh
 
 
 class L2SP(Regularizer):
@@ -80,13 +77,12 @@ class L2SP(Regularizer):
 
     def _clear(self) -> None:
         self._hooks: list[RemovableHandle] = []
-        self._pulled: dict[nn.Module, list[_Pull]] = {}
-        self._companions: list[tuple[Sharding, nn.Module, str]] = []
+        self._pulls: dict[nn.Module, list[Pull]] = {}
         self._waiting: set[nn.Module] = set()
-        self._arriving: set[nn.Parameter] = set()
+        self._ran: dict[Pull, None] = {}
         self._values: list[torch.Tensor] = []
-        self._owners: set[nn.Module] = set()
         self._ticket: torch.Tensor | None = None
+        self._alone = False
 
     def attach(self, model: nn.Module, run: RunContext) -> None:
         """Keep a frozen copy of every trainable pre-trained parameter beside it, sharded as it is.
@@ -94,36 +90,36 @@ class L2SP(Regularizer):
         Raises:
             CompatibilityError: nothing trains that has a strength.
         """
+        import torch
+
         trained = [item for item in _trained(model, run) if self._counts(item[2])]
         factors = {
             anchored: strength * self._normaliser([own for *_, own, kind in trained if kind is anchored])
             for anchored, strength in ((True, self.config.alpha), (False, self.config.beta))
         }
-        pulls: dict[nn.Module, list[_Pull]] = {}
+        self._sharding = run.sharding
         for module, name, _, anchored in trained:
             if factors[anchored]:
-                anchor = self._anchor(module, name, run.sharding) if anchored else None
-                pulls.setdefault(module, []).append((name, anchor, factors[anchored]))
-        if not pulls:
+                anchor = self._anchor(module, name) if anchored else None
+                self._pulls.setdefault(module, []).append(Pull(module, name, anchor, factors[anchored]))
+        if not self._pulls:
             raise CompatibilityError(
                 f"regularizer 'l2_sp' would do nothing: {len(trained)} parameters train, "
                 f"{sum(anchored for *_, anchored in trained)} of them pre-trained, "
                 f"with alpha={self.config.alpha:g} on these and beta={self.config.beta:g} on the others",
                 remedy="leave it out, or give a strength to what trains",
             )
-        self._sharding = run.sharding
         if self.config.form == "decoupled":
-            self._pulled = pulls
             return
-        self._owners = set(pulls)
+        self._alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
         runs = _runs(model)
-        for owner, pulled in pulls.items():
+        for owner, pulls in self._pulls.items():
             contained = runs[owner] is not owner
-            after_forward = partial(self._after_forward, pulled, owner, contained)
+            after_forward = partial(self._after_forward, owner, contained)
             self._hooks.append(runs[owner].register_forward_hook(after_forward))
-            for name, anchor, strength in () if contained else pulled:
-                after_gradient = partial(self._after_gradient, owner, anchor, strength)
-                self._hooks.append(getattr(owner, name).register_post_accumulate_grad_hook(after_gradient))
+            for pull in () if contained or self._alone else pulls:
+                after_gradient = partial(self._after_gradient, pull)
+                self._hooks.append(pull.weight.register_post_accumulate_grad_hook(after_gradient))  # type: ignore[no-untyped-call]
 
     def _counts(self, parameter: nn.Parameter) -> bool:
         return self.config.scope == "all" or len(getattr(parameter, "ds_shape", parameter.shape)) > 1
@@ -134,85 +130,98 @@ class L2SP(Regularizer):
             return 1 / max(1, sum(map(_numel, parameters)))
         return 0.5 if self.config.form == "sum_half" else 1.0  # a sum, and the pull
 
-    def _anchor(self, module: nn.Module, name: str, sharding: Sharding) -> str:
+    def _anchor(self, module: nn.Module, name: str) -> str:
         anchor = f"l2_sp_{name}"
-        sharding.companion(module, anchor, like=name)
-        self._companions.append((sharding, module, anchor))
+        self._sharding.companion(module, anchor, like=name)
         return anchor
 
     def begin(self, inputs: Mapping[str, Any]) -> None:
         """Expect one contribution of every module that runs."""
         import torch
 
-        self._waiting = set(self._owners)
-        self._arriving = set()
+        self._waiting = set(self._pulls)
+        self._ran = {}
         self._values = []
         self._ticket = torch.zeros((), requires_grad=True)
 
-    def _after_forward(
-        self, pulls: list[_Pull], owner: nn.Module, contained: bool, module: nn.Module, args: Any, output: Any
-    ) -> Any:
+    def _after_forward(self, owner: nn.Module, contained: bool, module: nn.Module, args: Any, output: Any) -> Any:
         import torch
 
         if owner not in self._waiting or not torch.is_grad_enabled():
             return None
         self._waiting.discard(owner)
-        weights = [getattr(owner, name) for name, _, _ in pulls]
-        anchors = [None if anchor is None else getattr(owner, anchor) for _, anchor, _ in pulls]
-        strengths = [strength for _, _, strength in pulls]
-        for weight, anchor, strength in zip(weights, anchors, strengths, strict=True):
-            self._values += [strength * offset.square_().sum() for offset in _offsets(weight, anchor)]
+        pulls = self._pulls[owner]
+        if not contained:
+            self._ran |= dict.fromkeys(pulls)
+        if contained or not self._alone:
+            self._values += [pull.value() for pull in pulls]
         if contained:  # not all of these weights need have a gradient of the loss to add to: an absent task's has none
-            return _through_first_tensor(output, lambda x: _pull().apply(x, self, anchors, strengths, *weights))
-        self._arriving.update(weights)
+            weights = [pull.weight for pull in pulls]
+            return _through_first_tensor(output, lambda x: _pulled().apply(x, self, pulls, *weights))
         return None
 
-    def _after_gradient(self, owner: nn.Module, anchor: str | None, strength: float, weight: nn.Parameter) -> None:
-        """Add the penalty's gradient to the one that has just been accumulated."""
-        factor = None if self._ticket is None else self._ticket.grad
-        if factor is None or weight.grad is None or weight not in self._arriving:
-            return
-        self._arriving.discard(weight)
-        offsets = _offsets(weight, None if anchor is None else getattr(owner, anchor))
-        factor = 2 * strength * factor
-        for piece, offset in zip(_pieces(weight.grad), offsets, strict=True):
-            piece.add_(offset.mul_(factor))
+    def _after_gradient(self, pull: Pull, weight: nn.Parameter) -> None:
+        """Add the penalty's gradient to the one that has just been accumulated, the first time that it is."""
+        if self._factor is not None and pull in self._ran:
+            del self._ran[pull]
+            pull.add_gradient(self._factor)
+
+    @property
+    def _factor(self) -> torch.Tensor | None:
+        """What the objective multiplied the penalty by, once a backward pass has begun."""
+        return None if self._ticket is None else self._ticket.grad
 
     def penalty(self, batch: Batch) -> torch.Tensor | None:
         """Return the sum over the modules that ran; its gradient reaches the weights in the modules' own backward."""
         import torch
 
+        self._waiting = set()
+        if self._alone:
+            self._values += [pull.value() for pull in self._ran]
         if not self._values:
             return None
-        value = torch.stack(self._values).sum()
-        self._waiting = set()
         # A leaf: autograd fills its .grad, the factor the objective gave this penalty, before any module's backward.
-        self._ticket = value.detach().requires_grad_()
+        self._ticket = torch.stack(self._values).sum().detach().requires_grad_()
+        if self._alone:
+            self._ticket.register_post_accumulate_grad_hook(self._after_backward)  # type: ignore[no-untyped-call]
         return self._ticket
+
+    def _after_backward(self, ticket: torch.Tensor) -> None:
+        """Have the penalty's gradient added to all others once these are there."""
+        import torch
+
+        pulls = self._ran
+
+        def add_all() -> None:
+            for pull in pulls:
+                pull.add_gradient(ticket.grad)
+
+        torch.autograd.Variable._execution_engine.queue_callback(add_all)
 
     def before_update(self, learning_rate: Callable[[nn.Parameter], float]) -> None:
         """Pull the weights of ``form="decoupled"``."""
-        for module, pulls in self._pulled.items():
-            for name, anchor, strength in pulls:
-                weight = getattr(module, name)
-                own = self._sharding.updated(weight)
-                if own is None:
-                    continue
-                values, start = own
-                rate = learning_rate(weight) * strength * self.config.weight
-                if anchor is None:
-                    values.mul_(1 - rate)
-                else:
-                    first = self._sharding.local(getattr(module, anchor))
-                    first = first if first.numel() == values.numel() else first[start : start + values.numel()]
-                    values.lerp_(first.to(values.dtype), rate)
+        if self.config.form != "decoupled":
+            return
+        for pull in itertools.chain.from_iterable(self._pulls.values()):
+            own = self._sharding.updated(pull.weight)
+            if own is None:
+                continue
+            values, start = own
+            rate = learning_rate(pull.weight) * pull.strength * self.config.weight
+            if pull.first is None:
+                values.mul_(1 - rate)
+            else:
+                first = self._sharding.local(pull.first)
+                first = first if first.numel() == values.numel() else first[start : start + values.numel()]
+                values.lerp_(first.to(values.dtype), rate)
 
     def detach(self, model: nn.Module) -> None:
         """Remove hooks and anchors."""
         for hook in self._hooks:
             hook.remove()
-        for sharding, module, anchor in self._companions:
-            sharding.remove_companion(module, anchor)
+        for pull in itertools.chain.from_iterable(self._pulls.values()):
+            if pull.anchor is not None:
+                self._sharding.remove_companion(pull.owner, pull.anchor)
         self._clear()
 
 
@@ -243,35 +252,6 @@ def _numel(parameter: nn.Parameter) -> int:
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
-def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Return views of a few rows each; elsewhere than on the CPU, of all."""
-    from torch import split
-
-    if tensor.device.type != "cpu" or tensor.numel() <= _PIECE:
-        return (tensor,)
-    return split(tensor, max(1, _PIECE * len(tensor) // tensor.numel()))
-
-
-def _offsets(weight: torch.Tensor, anchor: torch.Tensor | None) -> Iterator[torch.Tensor]:
-    """Yield w - w0 of one piece of a weight after the other, all in the same memory, in float32 at least.
-
-    Sums over a piece keep six digits; torch's norms and dot products of a whole weight lose three.
-    """
-    import torch
-
-    pieces = _pieces(weight.detach())
-    precision = torch.promote_types(weight.dtype, torch.float32)
-    room = torch.empty_like(pieces[0], dtype=precision)
-    firsts = itertools.repeat(None, len(pieces)) if anchor is None else _pieces(anchor)
-    for piece, first in zip(pieces, firsts, strict=True):
-        offset = room if piece.shape == room.shape else room[: len(piece)]
-        if first is None:
-            offset.copy_(piece)
-        else:
-            torch.sub(piece.to(precision), first.to(precision), out=offset)
-        yield offset
-
-
 def _through_first_tensor(output: Any, function: Any) -> Any:
     """Apply ``function`` to the tensor, or the first tensor inside a tuple or mapping, that a module returned."""
     import torch
@@ -288,31 +268,23 @@ def _through_first_tensor(output: Any, function: Any) -> Any:
 
 
 @cache
-def _pull() -> Any:
+def _pulled() -> Any:
     import torch
 
-    class Pull(torch.autograd.Function):
-        """The identity on the output of a module around containers; in backward gives each weight factor * 2 strength (w - w0)."""
+    class Pulled(torch.autograd.Function):
+        """The identity on the output of a module around containers, whose backward gives their weights the gradient."""
 
         @staticmethod
-        def forward(
-            ctx: Any, output: torch.Tensor, owner: L2SP, anchors: list[Any], strengths: list[float], *weights: Any
-        ) -> torch.Tensor:
-            ctx.owner, ctx.anchors, ctx.strengths, ctx.weights = owner, anchors, strengths, weights
+        def forward(ctx: Any, output: torch.Tensor, owner: L2SP, pulls: list[Pull], *weights: Any) -> torch.Tensor:
+            ctx.owner, ctx.pulls = owner, pulls
             return output.view_as(output)
 
         @staticmethod
         def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-            factor = ctx.owner._ticket.grad
-            if factor is None:
-                return (grads[0], None, None, None, *(None for _ in ctx.weights))
-            pulls: list[torch.Tensor] = []
-            for weight, anchor, strength in zip(ctx.weights, ctx.anchors, ctx.strengths, strict=True):
-                offset = weight.clone() if anchor is None else weight - anchor
-                pulls.append(offset.mul_((2 * strength * factor).to(offset.dtype)))
-            return (grads[0], None, None, None, *pulls)
+            factor = ctx.owner._factor
+            return grads[0], None, None, *(None if factor is None else pull.gradient(factor) for pull in ctx.pulls)
 
-    return Pull
+    return Pulled
 
 
 @hookimpl

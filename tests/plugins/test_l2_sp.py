@@ -11,7 +11,7 @@ from transformers import default_data_collator
 
 from tunery.core.sharding import ModelSharding
 from tunery.core.updates import Updates
-from tunery.plugins.regularizers import l2_sp
+from tunery.plugins import pull
 from tunery.plugins.regularizers.l2_sp import L2SP
 from tunery.registry.conformance.gradients import gradients
 from tunery.registry.conformance.models import MODELS, base_model
@@ -21,13 +21,20 @@ from tunery.registry.errors import CompatibilityError
 
 ALPHA, BETA, FACTOR = 0.5, 0.1, 3.0
 OLD, NEW = 5 * 6 + 6, 6 * 3 + 3  # weights of the two layers
+TOLERANCES = {
+    torch.float32: {"rtol": 1e-6, "atol": 1e-6},
+    torch.float64: {"rtol": 1e-12, "atol": 1e-12},
+    torch.bfloat16: {"rtol": 2**-8, "atol": 1e-6},
+}
 NORMALISERS = {"sum_half": (0.5, 0.5), "sum": (1, 1), "mean": (1 / OLD, 1 / NEW)}
 
 
-@pytest.fixture(params=[2**22, 7], ids=["whole", "pieces"])
+@pytest.fixture(params=[(2**22, 2**22), (2**22, 0), (7, 0)], ids=["kept", "whole", "pieces"])
 def pieces(request, monkeypatch):
-    """Weights whole, or in pieces of 7."""
-    monkeypatch.setattr(l2_sp, "_PIECE", request.param)
+    """Small weights, whose w - w0 is kept; big ones; and big ones in pieces of 7."""
+    piece, small = request.param
+    monkeypatch.setattr(pull, "_PIECE", piece)
+    monkeypatch.setattr(pull, "_SMALL", small)
 
 
 @pytest.fixture(params=NORMALISERS)
@@ -66,6 +73,35 @@ def test_value_and_gradient(trained):
         pulled = model.get_parameter(name).grad.double() + FACTOR * 2 * strength * offset
         torch.testing.assert_close(found[name], pulled, rtol=1e-6, atol=1e-6)
     assert penalty.item() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("moved", [[], [3], [0, 39], list(range(40))], ids=len)
+def test_rows_that_have_not_moved_keep_their_gradient(moved, dtype, monkeypatch):
+    """Of an embedding, to the bit; those that moved have the formula's, whether a few did or all."""
+    monkeypatch.setattr(pull, "_SMALL", 0)
+    monkeypatch.setattr(pull, "_MANY_ROWS", 1)
+    monkeypatch.setattr(pull, "_PIECE", 50)
+    torch.manual_seed(0)
+    model = nn.Embedding(40, 6, dtype=dtype)
+    first = model.weight.detach().clone()
+    regularizer = L2SP(L2SP.Config(alpha=ALPHA))
+    regularizer.attach(model, SimpleNamespace(sharding=ModelSharding(), is_pretrained=lambda name: True))
+    with torch.no_grad():
+        model.weight[moved] += torch.randn(len(moved), 6, dtype=dtype)
+    ids = torch.tensor([[1, 3, 7, 39]])
+    regularizer.begin({})
+    (model(ids).square().sum() + FACTOR * (penalty := regularizer.penalty(None))).backward()
+    found = model.weight.grad
+    offset = model.weight.detach().double() - first.double()
+    regularizer.detach(model)
+    model.zero_grad()
+    model(ids).square().sum().backward()
+    task = model.weight.grad
+    torch.testing.assert_close(found.double(), task.double() + FACTOR * ALPHA * offset, **TOLERANCES[dtype])
+    rest = torch.tensor([row not in moved for row in range(40)])
+    assert torch.equal(found[rest], task[rest])
+    assert penalty.item() == pytest.approx(ALPHA / 2 * offset.square().sum().item(), rel=1e-6)
 
 
 def test_only_the_step_that_was_begun_is_pulled(trained):
@@ -179,10 +215,11 @@ def test_refuses_to_do_nothing(alpha, beta, trains):
 def test_a_long_weight_keeps_its_digits():
     """Float32 sums over millions of squares agree with double precision to six digits."""
     torch.manual_seed(0)
-    weight, anchor = torch.randn(3_000_000), torch.randn(3_000_000)
-    for w0 in (anchor, None):
-        offset = weight.double() - (0 if w0 is None else w0.double())
-        found = sum(piece.square_().sum() for piece in l2_sp._offsets(weight, w0)).item()
+    module = nn.ParameterDict({"weight": torch.randn(3_000_000), "anchor": torch.randn(3_000_000)})
+    for name in ("anchor", None):
+        offset = module.weight.double() - (0 if name is None else module.anchor.double())
+        with torch.no_grad():
+            found = pull.Pull(module, "weight", name, 1.0).value().item()
         assert found == pytest.approx(offset.square().sum().item(), rel=1e-6)
 
 
