@@ -1,4 +1,4 @@
-"""One weight's distance from where it started, squared, and the gradient of that, both without memory of the weight's size."""
+"""One weight's distance from where it started, squared, and the gradient of that; for a big one without memory of its size."""
 
 from __future__ import annotations
 

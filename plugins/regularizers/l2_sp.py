@@ -7,11 +7,11 @@ weight 3, alpha = 0.1 and beta = 0.01 give 0.295 in the authors' form; alpha = 1
 is to zero (PriorWD, Zhang et al. 2021). Adam scales a penalty's gradient like any other, and a pull not: two methods.
 
 The penalty's value is computed inside each module's forward, and its gradient, a multiple of w - w0, inside each module's
-backward: there the weights are whole also under ZeRO-3, and nothing of their size is kept in between. Nor is it made on the
-way: memory of a big weight's size is mapped afresh on every step, which on the CPU costs ten times the arithmetic. So w - w0
+backward: there the weights are whole also under ZeRO-3, and nothing of a big one's size is kept in between. Nor is it made on
+the way: memory of a big weight's size is mapped afresh on every step, which on the CPU costs ten times the arithmetic. So w - w0
 comes in pieces, and is added in place to the gradient of the loss as soon as that is there. A process alone, which has all
 weights and gradients at hand, goes through them once after forward and once after backward: between the modules' own work
-every look at one finds the caches cold.
+every look at one finds the caches cold. Not so where a layer-wise optimizer takes each gradient as soon as it is there.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class L2SP(Regularizer):
         self._ran: dict[Pull, None] = {}
         self._values: list[torch.Tensor] = []
         self._ticket: torch.Tensor | None = None
-        self._alone = False
+        self._at_once = False
 
     def attach(self, model: nn.Module, run: RunContext) -> None:
         """Keep a frozen copy of every trainable pre-trained parameter beside it, sharded as it is.
@@ -111,13 +111,14 @@ class L2SP(Regularizer):
             )
         if self.config.form == "decoupled":
             return
-        self._alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        self._at_once = not distributed and not run.optimizer.endswith("layerwise")
         runs = _runs(model)
         for owner, pulls in self._pulls.items():
             contained = runs[owner] is not owner
             after_forward = partial(self._after_forward, owner, contained)
             self._hooks.append(runs[owner].register_forward_hook(after_forward))
-            for pull in () if contained or self._alone else pulls:
+            for pull in () if contained or self._at_once else pulls:
                 after_gradient = partial(self._after_gradient, pull)
                 self._hooks.append(pull.weight.register_post_accumulate_grad_hook(after_gradient))  # type: ignore[no-untyped-call]
 
@@ -153,7 +154,7 @@ class L2SP(Regularizer):
         pulls = self._pulls[owner]
         if not contained:
             self._ran |= dict.fromkeys(pulls)
-        if contained or not self._alone:
+        if contained or not self._at_once:
             self._values += [pull.value() for pull in pulls]
         if contained:  # not all of these weights need have a gradient of the loss to add to: an absent task's has none
             weights = [pull.weight for pull in pulls]
@@ -176,13 +177,13 @@ class L2SP(Regularizer):
         import torch
 
         self._waiting = set()
-        if self._alone:
+        if self._at_once:
             self._values += [pull.value() for pull in self._ran]
         if not self._values:
             return None
         # A leaf: autograd fills its .grad, the factor the objective gave this penalty, before any module's backward.
         self._ticket = torch.stack(self._values).sum().detach().requires_grad_()
-        if self._alone:
+        if self._at_once:
             self._ticket.register_post_accumulate_grad_hook(self._after_backward)  # type: ignore[no-untyped-call]
         return self._ticket
 

@@ -29,6 +29,11 @@ TOLERANCES = {
 NORMALISERS = {"sum_half": (0.5, 0.5), "sum": (1, 1), "mean": (1 / OLD, 1 / NEW)}
 
 
+def run_of(is_pretrained, optimizer="adamw_torch"):
+    """What ``attach`` reads of a run in a process alone."""
+    return SimpleNamespace(sharding=ModelSharding(), is_pretrained=is_pretrained, optimizer=optimizer)
+
+
 @pytest.fixture(params=[(2**22, 2**22), (2**22, 0), (7, 0)], ids=["kept", "whole", "pieces"])
 def pieces(request, monkeypatch):
     """Small weights, whose w - w0 is kept; big ones; and big ones in pieces of 7."""
@@ -44,7 +49,7 @@ def trained(request, pieces):
     model = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 3))
     regularizer = L2SP(L2SP.Config(alpha=ALPHA, beta=BETA, form=request.param))
     start = {name: parameter.detach().double().clone() for name, parameter in model.named_parameters()}
-    run = SimpleNamespace(sharding=ModelSharding(), is_pretrained=lambda name: name.startswith("0."))
+    run = run_of(lambda name: name.startswith("0."))
     regularizer.attach(model, run)
     with torch.no_grad():
         for name in start:
@@ -86,7 +91,7 @@ def test_rows_that_have_not_moved_keep_their_gradient(moved, dtype, monkeypatch)
     model = nn.Embedding(40, 6, dtype=dtype)
     first = model.weight.detach().clone()
     regularizer = L2SP(L2SP.Config(alpha=ALPHA))
-    regularizer.attach(model, SimpleNamespace(sharding=ModelSharding(), is_pretrained=lambda name: True))
+    regularizer.attach(model, run_of(lambda name: True))
     with torch.no_grad():
         model.weight[moved] += torch.randn(len(moved), 6, dtype=dtype)
     ids = torch.tensor([[1, 3, 7, 39]])
@@ -102,6 +107,27 @@ def test_rows_that_have_not_moved_keep_their_gradient(moved, dtype, monkeypatch)
     rest = torch.tensor([row not in moved for row in range(40)])
     assert torch.equal(found[rest], task[rest])
     assert penalty.item() == pytest.approx(ALPHA / 2 * offset.square().sum().item(), rel=1e-6)
+
+
+def test_layer_wise_optimizer_takes_the_pulled_gradient():
+    """One that steps and drops each gradient inside backward, as GaLore's layer-wise forms do, finds the penalty's in it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 3))
+    regularizer = L2SP(L2SP.Config(alpha=ALPHA, beta=BETA))
+    regularizer.attach(model, run_of(lambda name: False, optimizer="galore_adamw_layerwise"))
+    taken = {}
+
+    def take(weight):
+        taken[weight], weight.grad = weight.grad, None
+
+    for weight in model.parameters():
+        weight.register_post_accumulate_grad_hook(take)
+    inputs = torch.randn(4, 5)
+    regularizer.begin({})
+    (model(inputs).square().mean() + FACTOR * regularizer.penalty(None)).backward()
+    task = torch.autograd.grad(model(inputs).square().mean(), list(model.parameters()))
+    for weight, gradient in zip(model.parameters(), task, strict=True):
+        torch.testing.assert_close(taken[weight], gradient + FACTOR * BETA * weight)
 
 
 def test_only_the_step_that_was_begun_is_pulled(trained):
@@ -128,7 +154,7 @@ def test_worked_example(form, alpha, beta, value):
     with torch.no_grad():
         model[0].weight.zero_()
     regularizer = L2SP(L2SP.Config(alpha=alpha, beta=beta, form=form))
-    run = SimpleNamespace(sharding=ModelSharding(), is_pretrained=lambda name: name.startswith("0."))
+    run = run_of(lambda name: name.startswith("0."))
     regularizer.attach(model, run)
     with torch.no_grad():
         model[0].weight.copy_(torch.tensor([[1.0, 2.0]]))
@@ -206,7 +232,7 @@ def test_refuses_to_do_nothing(alpha, beta, trains):
     model = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1))
     for index, layer in enumerate(model):
         layer.requires_grad_(str(index) in trains)
-    run = SimpleNamespace(sharding=ModelSharding(), is_pretrained=lambda name: name.startswith("0."))
+    run = run_of(lambda name: name.startswith("0."))
     with pytest.raises(CompatibilityError, match="'l2_sp' would do nothing") as caught:
         L2SP(L2SP.Config(alpha=alpha, beta=beta)).attach(model, run)
     assert "\n" not in str(caught.value)
