@@ -88,10 +88,17 @@ class L2SP(Regularizer):
         """Keep a frozen copy of every trainable pre-trained parameter beside it, sharded as it is.
 
         Raises:
-            CompatibilityError: nothing trains that has a strength.
+            CompatibilityError: nothing trains that has a strength; or the optimizer steps inside backward, where a decoupled
+                pull has no moment of its own.
         """
         import torch
 
+        layer_wise = run.optimizer.endswith("layerwise")
+        if layer_wise and self.config.form == "decoupled":
+            raise CompatibilityError(
+                f"regularizer 'l2_sp' with form=decoupled acts right before a step, and {run.optimizer!r} has one a parameter",
+                remedy="choose another form or an optimizer that is not layer-wise",
+            )
         trained = [item for item in _trained(model, run) if self._counts(item[2])]
         factors = {
             anchored: strength * self._normaliser([own for *_, own, kind in trained if kind is anchored])
@@ -112,7 +119,7 @@ class L2SP(Regularizer):
         if self.config.form == "decoupled":
             return
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        self._at_once = not distributed and not run.optimizer.endswith("layerwise")
+        self._at_once = not distributed and not layer_wise
         runs = _runs(model)
         for owner, pulls in self._pulls.items():
             contained = runs[owner] is not owner

@@ -226,6 +226,13 @@ def test_refuses_deepspeeds_own_optimizer():
         Updates().hook(object(), [L2SP(L2SP.Config())])
 
 
+def test_a_decoupled_pull_refuses_layer_wise_optimizers():
+    """They have no one step to come before."""
+    run = run_of(lambda name: True, optimizer="apollo_adamw_layerwise")
+    with pytest.raises(CompatibilityError, match="decoupled acts right before a step, and 'apollo_adamw_layerwise'"):
+        L2SP(L2SP.Config(form="decoupled")).attach(nn.Linear(2, 1), run)
+
+
 @pytest.mark.parametrize(("alpha", "beta", "trains"), [(0, 0, "01"), (1, 0, "1"), (0, 1, "0"), (1, 1, "")])
 def test_refuses_to_do_nothing(alpha, beta, trains):
     """One line says so where nothing that trains has a strength: alpha alone under a frozen encoder, for example."""
